@@ -38,6 +38,7 @@ from rich.table import Table
 
 from penstock import _native
 from penstock.samples import layout
+from penstock.samples.builder import Builder, Pieces, lookup_of
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
 from penstock.storage.checksum import crc32c
 
@@ -110,7 +111,7 @@ class Columns:
     """A store's directory, names and anchors in memory, of samples of no bytes."""
 
     def __init__(self, samples: int) -> None:
-        builder = _native.SampleBuilder(CHUNK_BYTES, layout.DATA_FILE_BYTES)
+        builder = Builder(CHUNK_BYTES, layout.DATA_FILE_BYTES)
         self.parts: dict[str, list[bytes]] = {}
         for begin in range(0, samples, 1_000_000):
             names = names_of(begin, min(begin + 1_000_000, samples))
@@ -124,7 +125,7 @@ class Columns:
         self.names = self.column("names", np.uint8)
         self.anchors = self.column("anchors", np.uint64)
 
-    def keep(self, pieces: _native.SamplePieces) -> None:
+    def keep(self, pieces: Pieces) -> None:
         for name in ("directory", "sums", "chunks", "names", "anchors"):
             self.parts.setdefault(name, []).append(pieces[1][f"{name}.bin"])
 
@@ -132,7 +133,7 @@ class Columns:
         return np.frombuffer(b"".join(self.parts.pop(name)), dtype)
 
     def lookup(self) -> np.ndarray:
-        lookup, twins = _native.sample_lookup(self.directory, self.names, self.anchors)
+        lookup, twins = lookup_of(self.directory, self.names, self.anchors)
         assert twins is None
         return lookup
 
@@ -159,7 +160,7 @@ def measure_build(options: argparse.Namespace, _folder: Path) -> list[dict[str, 
 
 def build(samples: int, size_bytes: int, data: np.ndarray) -> dict[str, float]:
     """Seconds to make all pieces of a store, and its lookup. What would go to data files is let go."""
-    builder = _native.SampleBuilder(CHUNK_BYTES, layout.DATA_FILE_BYTES)
+    builder = Builder(CHUNK_BYTES, layout.DATA_FILE_BYTES)
     kept: dict[str, list[bytes]] = {"directory": [], "names": [], "anchors": []}
     pieces_s = 0.0
     for begin in range(0, samples, TAKE_SAMPLES):
@@ -175,7 +176,7 @@ def build(samples: int, size_bytes: int, data: np.ndarray) -> dict[str, float]:
     directory, anchors = arrays[0].view(np.uint64).reshape(-1, 2), arrays[2].view(np.uint64)
     return {
         "pieces_s": pieces_s,
-        "lookup_s": timed(lambda: _native.sample_lookup(directory, arrays[1], anchors)),
+        "lookup_s": timed(lambda: lookup_of(directory, arrays[1], anchors)),
     }
 
 

@@ -13,7 +13,6 @@ void bind_checksum(nanobind::module_& module);
 void bind_codecs(nanobind::module_& module);
 void bind_planning(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
-void bind_sample_builder(nanobind::module_& module);
 void bind_sample_names(nanobind::module_& module);
 void bind_sample_order(nanobind::module_& module);
 

@@ -13,7 +13,6 @@ NB_MODULE(_native, module) {
   penstock::bind_codecs(module);
   penstock::bind_planning(module);
   penstock::bind_runtime(module);
-  penstock::bind_sample_builder(module);
   penstock::bind_sample_names(module);
   penstock::bind_sample_order(module);
 #ifdef __linux__

@@ -82,7 +82,7 @@ void Feed::run() {
       ready_.push_back({std::move(batch)});
     } else {
       ended_ = true;
-      if (failure && !failure_) last_words_ = failure;
+      if (failure && !failure_) final_failure_ = failure;
     }
     if (ended_ || ready_samples_ >= enough_ || ready_bytes_ >= kBytesAtOnce || !has_room())
       signal_->changed.notify_all();
@@ -132,7 +132,7 @@ Feed::Outcome Feed::take(std::size_t samples, Clock::time_point until, std::shar
   }
   if (stop_) throw Failed({});
   if (ready_.empty()) {
-    if (last_words_) fail(*last_words_);
+    if (final_failure_) fail(*final_failure_);
     return Outcome::end;
   }
   batch = cut(samples);

@@ -69,7 +69,7 @@ class Feed {
   std::size_t enough_ = 0;  // samples that have to be ready before who waits is woken
   bool ended_ = false, sleeps_ = false;
   std::optional<Failure> failure_;     // that a caller has been told
-  std::optional<Failure> last_words_;  // of the thread, after everything that is ready
+  std::optional<Failure> final_failure_;  // of the thread, after everything that is ready
   std::vector<std::uint64_t> skipped_;
   std::mutex closing_;
   std::thread thread_;

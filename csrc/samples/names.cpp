@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-
 
 namespace penstock::samples {
 
@@ -25,7 +25,46 @@ Word load(const char* from) {
                               ": the store's names are damaged. Verify the store, and copy or pack it again");
 }
 
+constexpr std::size_t kAhead = 32;  // how far ahead memory is asked for
+
+// A stable counting sort. The counts are taken one bucket further on: they become where each bucket
+// begins, then, while words come in, where it ends, which is where the next one begins.
+template <class Start>
+void sort_into_buckets(std::span<const Entry> directory, const LookupShape& shape, std::byte* lookup) {
+  auto* const words = reinterpret_cast<std::uint64_t*>(lookup);
+  auto* const starts = reinterpret_cast<Start*>(lookup + 8 * directory.size());
+  auto* const cursors = starts + 1;  // 2^bits of them
+  const auto last = (std::uint64_t{1} << shape.bits) - 1;
+  const auto count = directory.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) prefetch(&cursors[shape.bucket(directory[i + kAhead].key())]);
+    const auto bucket = shape.bucket(directory[i].key());
+    if (bucket < last) ++cursors[bucket + 1];
+  }
+  for (std::uint64_t bucket = 1; bucket <= last; ++bucket)
+    cursors[bucket] = static_cast<Start>(cursors[bucket] + cursors[bucket - 1]);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + 2 * kAhead < count) prefetch(&cursors[shape.bucket(directory[i + 2 * kAhead].key())]);
+    if (i + kAhead < count) prefetch(&words[cursors[shape.bucket(directory[i + kAhead].key())]]);
+    const auto key = directory[i].key();
+    words[cursors[shape.bucket(key)]++] = key << kIndexBits | i;
+  }
+}
+
 }  // namespace
+
+LookupShape::LookupShape(std::uint64_t samples)
+    : samples(samples), bits(static_cast<unsigned>(std::max(3, static_cast<int>(std::bit_width(samples))) - 3)),
+      start_bytes(samples < std::uint64_t{1} << 32 ? 4 : 8),
+      size_bytes(8 * samples + ((std::uint64_t{1} << bits) + 1) * start_bytes) {}
+
+void write_lookup(std::span<const Entry> directory, std::byte* lookup) {
+  const LookupShape shape(directory.size());
+  if (shape.start_bytes == 4)
+    sort_into_buckets<std::uint32_t>(directory, shape, lookup);
+  else
+    sort_into_buckets<std::uint64_t>(directory, shape, lookup);
+}
 
 NameTable::NameTable(std::uint64_t samples, std::string_view names, std::span<const std::uint64_t> anchors)
     : samples_(samples), names_(names), anchors_(anchors),

@@ -3,11 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 #include "samples/layout.hpp"
 
@@ -78,10 +75,6 @@ struct LookupShape {
 
 // Writes lookup.bin for a directory to `lookup`, which has LookupShape::size_bytes zeros, aligned to words.
 void write_lookup(std::span<const Entry> directory, std::byte* lookup);
-
-// Two samples of one name, the earlier one first.
-using Twins = std::optional<std::pair<std::uint64_t, std::uint64_t>>;
-Twins find_twins(std::span<const Entry> directory, const NameTable& names, const std::byte* lookup);
 
 // Borrows everything. Throws std::invalid_argument where the files contradict themselves.
 class Names {

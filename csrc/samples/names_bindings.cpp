@@ -1,18 +1,20 @@
-// What Python sees of the sample store's names.
+// What Python sees of the sample store's names, and what packing needs of C++.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <cstring>
-#include <memory>
+#include <cstddef>
+#include <cstdint>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
 #include "bindings.hpp"
+#include "checksum.hpp"
 #include "python_bytes.hpp"
-#include "samples/buffers.hpp"
 #include "samples/names.hpp"
 
 namespace nb = nanobind;
@@ -34,20 +36,46 @@ NameTable table_of(const Directory& directory, const Column<std::uint8_t>& names
   return {directory.shape(0), view(names), span(anchors)};
 }
 
-nb::tuple sample_lookup(const Directory& directory, const Column<std::uint8_t>& names,
-                        const Column<std::uint64_t>& anchors) {
-  const auto table = table_of(directory, names, anchors);
+nb::object sample_lookup(const Directory& directory) {
   const LookupShape shape(directory.shape(0));
-  const auto lookup = std::make_shared<samples::BatchPool>(0)->take(shape.size_bytes).data;
-  samples::Twins twins;
+  std::vector<std::uint64_t> words;
   {
     const nb::gil_scoped_release released;
-    std::memset(lookup.get(), 0, shape.size_bytes);
-    samples::write_lookup(entries(directory), lookup.get());
-    twins = samples::find_twins(entries(directory), table, lookup.get());
+    words.resize((shape.size_bytes + 7) / 8);
+    samples::write_lookup(entries(directory), reinterpret_cast<std::byte*>(words.data()));
   }
-  const auto bytes = array(reinterpret_cast<std::uint8_t*>(lookup.get()), shape.size_bytes, lookup);
-  return nb::make_tuple(bytes, twins ? nb::object(nb::make_tuple(twins->first, twins->second)) : nb::none());
+  auto* const bytes = reinterpret_cast<std::uint8_t*>(words.data());
+  return array(bytes, shape.size_bytes, std::move(words));
+}
+
+// What `of` makes of stretches that lie back to back from an address on, of which the i-th ends at ends[i].
+template <class Value>
+nb::object of_each(const char* begin, const Column<std::int64_t>& ends, Value (*of)(std::string_view)) {
+  std::vector<Value> values(ends.size());
+  {
+    const nb::gil_scoped_release released;
+    std::int64_t from = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const auto end = ends.data()[i];
+      if (end < from)
+        throw std::invalid_argument("end " + std::to_string(i) + " is " + std::to_string(end) + ", before " +
+                                    std::to_string(from) + ": ends must ascend from 0");
+      values[i] = of({begin + from, static_cast<std::size_t>(end - from)});
+      from = end;
+    }
+  }
+  return array(std::move(values));
+}
+
+nb::object sample_sums(std::uintptr_t address, const Column<std::int64_t>& ends) {
+  return of_each<std::uint32_t>(reinterpret_cast<const char*>(address), ends,
+                                [](std::string_view bytes) { return crc32c(0, bytes.data(), bytes.size()); });
+}
+
+nb::object sample_keys(const Column<std::uint8_t>& names, const Column<std::int64_t>& ends) {
+  if (ends.size() > 0 && ends.data()[ends.size() - 1] > static_cast<std::int64_t>(names.size()))
+    throw std::invalid_argument("the names end before their last end");
+  return of_each<std::uint64_t>(view(names).data(), ends, [](std::string_view name) { return samples::key_of(name); });
 }
 
 class SampleNames {
@@ -107,9 +135,9 @@ class SampleNames {
 }  // namespace
 
 void bind_sample_names(nb::module_& module) {
-  module.def("sample_key", [](const nb::bytes& name) { return samples::key_of(view(name)); }, nb::arg("name"));
-  module.def("sample_lookup", &sample_lookup, nb::arg("directory").noconvert(), nb::arg("names").noconvert(),
-             nb::arg("anchors").noconvert());
+  module.def("sample_sums", &sample_sums, nb::arg("address"), nb::arg("ends"));
+  module.def("sample_keys", &sample_keys, nb::arg("names"), nb::arg("ends"));
+  module.def("sample_lookup", &sample_lookup, nb::arg("directory").noconvert());
   nb::class_<SampleNames>(module, "SampleNames")
       .def(nb::init<Directory, Column<std::uint8_t>, Column<std::uint64_t>, Column<std::uint8_t>>(),
            nb::arg("directory").noconvert(), nb::arg("names").noconvert(), nb::arg("anchors").noconvert(),

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "batch.hpp"
-#include "buffers.hpp"
 #include "cache.hpp"
 #include "catalog.hpp"
 #include "reads.hpp"

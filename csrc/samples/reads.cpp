@@ -55,7 +55,7 @@ void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> re
                         file.begin + one.extent.offset,
                         one.address, one.extent.size_bytes});
   }
-  const auto forget = [&] {
+  const auto remove = [&] {
     const std::lock_guard lock(state_->mutex);
     for (const auto& read : held) state_->under_way.erase(read.get());
     if (state_->under_way.empty()) state_->emptied.notify_all();
@@ -68,7 +68,7 @@ void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> re
     }
     begun = state_->transfers.submit(requests);
   } catch (...) {
-    forget();
+    remove();
     throw;
   }
   for (auto& read : held) {

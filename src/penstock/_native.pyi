@@ -285,42 +285,14 @@ class PlanSearch:
         bool,
     ]: ...
 
-# Bytes to append: of each data file, in order; and of the other files, by name.
-SamplePieces = tuple[list[tuple[int, npt.NDArray[np.uint8]]], dict[str, bytes]]
-
-class SampleBuilder:
-    """Turns samples into the pieces of a store. ValueError for what does not fit the format."""
-
-    def __init__(self, chunk_bytes: int, data_file_bytes: int, state: bytes = b"") -> None: ...
-    def add(self, name: bytes, data: bytes | bytearray | memoryview, label: int = -1) -> None: ...
-    def add_many(
-        self,
-        names: npt.NDArray[np.uint8],
-        name_ends: npt.NDArray[np.int64],
-        data: npt.NDArray[np.uint8],
-        data_ends: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.int32] | None = None,
-    ) -> None: ...
-    def finish(self) -> None:
-        """No more samples: closes the last chunk, and pads the last data file."""
-    def take(self) -> SamplePieces: ...  # made since the last call
-    def state(self) -> bytes:
-        """What a new builder needs to go on after everything that was taken. Only right after `take`."""
-    @property
-    def samples(self) -> int: ...
-    @property
-    def pending_bytes(self) -> int: ...  # that `take` would give
-    @property
-    def data_files(self) -> list[tuple[int, int, int]]: ...  # samples, chunks, size_bytes
-
 def sample_sums(address: int, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     """CRC-32C of stretches back to back: the first begins at address, each ends at address + its end."""
 
-def sample_key(name: bytes) -> int: ...
-def sample_lookup(
-    directory: npt.NDArray[np.uint64], names: npt.NDArray[np.uint8], anchors: npt.NDArray[np.uint64]
-) -> tuple[npt.NDArray[np.uint8], tuple[int, int] | None]:
-    """The bytes of lookup.bin, and the indices of two samples of one name where there are such."""
+def sample_keys(names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """What directory entries hold of names side by side, of which the i-th ends at ends[i]."""
+
+def sample_lookup(directory: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    """The bytes of lookup.bin."""
 
 class SampleNames:
     """Names of a store's samples. Borrows the arrays, and checks whatever it reads from them.

@@ -135,18 +135,18 @@ def test_an_interrupted_upload_goes_on(store: LocalStore, first: int, second: in
 def needs_overwrite(device: MemoryDevice) -> bool:
     """It holds what is not penstock's, or a superblock of which a part was written."""
     try:
-        return read_superblock(device, NAME).superblock is None and contents(device) is not None
+        return read_superblock(device, NAME)[0] is None and contents(device) is not None
     except InvalidFile:
         return True
 
 
 def test_only_what_is_durable_is_noted_as_durable(store: LocalStore) -> None:
-    plan = plan_upload(store.sizes, MIB)
+    plan = plan_upload(store.sizes, extent_bytes=MIB)
     noted = []
 
     class Watched(MemoryDevice):
         def write(self, offset: int, view: memoryview) -> None:
-            if offset == plan.progress_offset and any(view):
+            if offset == plan.superblock.progress_offset and any(view):
                 assert self.all_is_durable
                 noted.append(bytes(view))
             super().write(offset, view)
@@ -170,7 +170,7 @@ def test_what_a_drive_has_lost_is_written_again(store: LocalStore, caplog: pytes
     with pytest.raises(Broken):
         upload_to(device, NAME, store, extent_bytes=MIB)
     device.fails_at = None
-    plan = plan_upload(store.sizes, MIB)
+    plan = plan_upload(store.sizes, extent_bytes=MIB)
     for extent in plan.each_extent():
         device.content[extent.offset] ^= 1
     upload_to(device, NAME, store, extent_bytes=MIB)
@@ -331,16 +331,16 @@ def test_superblocks_are_believed_only_where_they_can_be_true(
 
 @given(sizes, st.binary(min_size=32, max_size=32))
 def test_plans_have_room_for_everything(sizes: dict[str, int], ids: bytes) -> None:
-    plan = plan_upload(sizes)
-    superblock = plan.superblock(ids[:16], ids[16:], plan.used_bytes)
-    found, _ = find_superblock([superblock.encoded()] * 2, plan.used_bytes, NAME)
+    plan = plan_upload(sizes, upload_id=ids[:16], store_id=ids[16:])
+    superblock = replace(plan.superblock, namespace_bytes=plan.superblock.used_bytes)
+    found, _ = find_superblock([superblock.encoded()] * 2, superblock.used_bytes, NAME)
     assert found == superblock
-    end = plan.progress_offset + plan.progress_bytes
+    end = superblock.progress_offset + superblock.progress_bytes
     for file in plan.files:
         assert end <= file.offset
         assert file.offset % ALIGNMENT_BYTES == 0
         end = file.offset + file.size_bytes
-    assert end <= plan.used_bytes
+    assert end <= superblock.used_bytes
     assert {file.name: file.size_bytes for file in plan.files} == sizes
     if sum(sizes.values()) < 1 << 34:
         extents = list(plan.each_extent())
@@ -367,15 +367,13 @@ def test_tables_are_believed_only_where_they_can_be_true(data: st.DataObject) ->
         data.draw(numbers | st.just(files[at].size_bytes)),
     )
     table = encoded_table(files)
-    superblock = replace(
-        plan.superblock(bytes(16), bytes(16), 64 * MIB), complete=True, table_crc32c=crc32c(table)
-    )
+    superblock = replace(plan.superblock, namespace_bytes=64 * MIB, complete=True, table_crc32c=crc32c(table))
     try:
         partitions = decoded_table(table, superblock, NAME)
     except InvalidFile:
         return
     found = sorted((file.offset, file.size_bytes) for files in partitions.values() for file in files.values())
-    end = plan.progress_offset + plan.progress_bytes
+    end = superblock.progress_offset + superblock.progress_bytes
     for offset, size_bytes in found:
         assert end <= offset
         end = offset + size_bytes
@@ -387,9 +385,9 @@ def test_tables_are_believed_only_where_they_can_be_true(data: st.DataObject) ->
 def test_notes_of_another_upload_are_not_believed(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.binary(min_size=16, max_size=16), min_size=2, max_size=2, unique=True))
     plan = plan_upload({"store.json": 700, "data-00000.bin": 3 << 30})
-    mine, other = (plan.superblock(each, bytes(16), 4 << 30) for each in ids)
+    mine, other = (replace(plan.superblock, upload_id=each) for each in ids)
     done = data.draw(st.dictionaries(st.integers(0, plan.extents - 1), st.integers(0, (1 << 32) - 1)))
-    notes = bytearray(plan.progress_bytes)
+    notes = bytearray(mine.progress_bytes)
     for number, crc in done.items():
         notes[16 * number : 16 * number + 16] = encoded_progress(mine, number, crc)
     assert decoded_progress(bytes(notes), mine) == done

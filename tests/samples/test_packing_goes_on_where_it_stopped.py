@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -255,7 +256,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     _stop(Seekable(items, stop=11), folder)
     found = progress.read(folder)
     assert found is not None
-    progress.write(replace(found, state=b"of another version"), folder)
+    progress.write(msgspec.structs.replace(found, state=b"of another version"), folder)
     with pytest.raises(SampleError, match=r"another version.*resume=False"):
         pack_often(Seekable(items), folder)
 

@@ -14,7 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock._native import SampleBuilder, SampleNames, sample_key, sample_lookup, sample_sums
+from penstock._native import SampleNames, sample_keys, sample_sums
+from penstock.samples.builder import Builder, lookup_of
 from penstock.storage.checksum import crc32c
 from tests.support.stores import LARGE, key_of, write_store
 
@@ -34,8 +35,7 @@ class Written:
         self.files: dict[str, bytearray] = {}
         self.last_data_file = 0
 
-    def append(self, builder: SampleBuilder) -> None:
-        pending_bytes = builder.pending_bytes
+    def append(self, builder: Builder) -> None:
         pieces, files = builder.take()
         assert list(files) == [f"{name}.bin" for name in NAMED_FILES]
         contents = list(files.items())
@@ -43,7 +43,6 @@ class Written:
             assert data_file >= self.last_data_file
             self.last_data_file = data_file
             contents.append((f"data-{data_file:05d}.bin", data.tobytes()))
-        assert pending_bytes == sum(len(content) for _, content in contents)
         assert builder.pending_bytes == 0
         for name, content in contents:
             if content:
@@ -59,7 +58,7 @@ def joined(parts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(b"".join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
 
 
-def add_many(builder: SampleBuilder, samples: Sequence[Sample], labels: Sequence[int] | None) -> None:
+def add_many(builder: Builder, samples: Sequence[Sample], labels: Sequence[int] | None) -> None:
     names, name_ends = joined([encode(name) for name, _ in samples])
     data, data_ends = joined([data for _, data in samples])
     numbers = None if labels is None else np.array(labels, np.int32)
@@ -74,7 +73,7 @@ def columns(files: dict[str, bytearray]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def build(samples: Sequence[Sample]) -> dict[str, bytearray]:
-    builder, written = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
+    builder, written = Builder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
     for name, data in samples:
         builder.add(encode(name), data)
     builder.finish()
@@ -93,7 +92,7 @@ def check_against_the_slow_writer(
     write_store(folder, samples, chunk_bytes=CHUNK_BYTES, data_file_bytes=data_file_bytes, labels=labels)
     expected = json.loads((folder / "store.json").read_text())["value"]
     assert data_files == [(each["samples"], each["chunks"], each["size_bytes"]) for each in expected["nodes"]]
-    lookup, twins = sample_lookup(*columns(files))
+    lookup, twins = lookup_of(*columns(files))
     assert twins is None
     found = {name: bytes(content) for name, content in files.items()} | {"lookup.bin": lookup.tobytes()}
     assert sorted(found) == sorted(path.name for path in folder.iterdir() if path.suffix == ".bin")
@@ -132,7 +131,7 @@ def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataO
     )
     samples = data.draw(sample_lists(data_file_bytes))
     labels = data.draw(st.none() | st.just(list(range(5, 5 + len(samples)))))
-    builder, written = SampleBuilder(CHUNK_BYTES, data_file_bytes), Written()
+    builder, written = Builder(CHUNK_BYTES, data_file_bytes), Written()
     cuts = data.draw(st.lists(st.tuples(st.integers(0, len(samples)), st.booleans()), max_size=6))
     done = 0
     for until, resumed in [*sorted(cuts), (len(samples), False)]:
@@ -145,7 +144,7 @@ def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataO
         assert builder.samples == done
         if resumed:
             written.append(builder)
-            builder = SampleBuilder(CHUNK_BYTES, data_file_bytes, builder.state())
+            builder = Builder(CHUNK_BYTES, data_file_bytes, builder.state())
     builder.finish()
     written.append(builder)
     check_against_the_slow_writer(
@@ -160,7 +159,7 @@ def test_files_are_the_same_however_samples_arrive(folders: Path, data: st.DataO
 
 def test_a_sample_of_8_mib_has_its_length_beside_the_directory(tmp_path: Path) -> None:
     samples = [("just fits", b"\1" * (LARGE - 1)), ("empty", b""), ("large", b"\2" * LARGE), ("last", b"\3")]
-    builder, written = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
+    builder, written = Builder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
     add_many(builder, samples[:2], None)
     written.append(builder)
     add_many(builder, samples[2:], None)
@@ -175,7 +174,7 @@ def test_bodies_of_many_kilobytes_have_the_right_checksum(tmp_path: Path) -> Non
     sizes = [33_000, 100, 70_000, 20_000, 140_000, 5, 32_768, 32_767, 32_769, 65_535, 1, 0, 66_000, 0]
     random = np.random.default_rng(0)
     samples = [(f"{i}", random.bytes(size)) for i, size in enumerate(sizes)]
-    builder, written = SampleBuilder(256 << 10, DATA_FILE_BYTES), Written()
+    builder, written = Builder(256 << 10, DATA_FILE_BYTES), Written()
     add_many(builder, samples, None)
     builder.finish()
     written.append(builder)
@@ -185,11 +184,11 @@ def test_bodies_of_many_kilobytes_have_the_right_checksum(tmp_path: Path) -> Non
 
 
 def test_nothing_is_built_of_nothing() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
+    builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
     add_many(builder, [], None)
     builder.finish()
     assert (builder.data_files, builder.samples, builder.pending_bytes) == ([], 0, 0)
-    lookup, twins = sample_lookup(*columns({}))
+    lookup, twins = lookup_of(*columns({}))
     assert (lookup.tobytes(), twins) == (bytes(8), None)
     assert SampleNames(*columns({}), lookup).find(b"any") == -1
 
@@ -197,12 +196,13 @@ def test_nothing_is_built_of_nothing() -> None:
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 7, 8, 31, 32, 33, 63, 64, 100, 65535])
 def test_keys_are_xxh64(size: int) -> None:
     name = bytes(i * 7 % 256 for i in range(size))
-    assert sample_key(name) == key_of(name) == xxhash.xxh64_intdigest(name) % 2**48
+    (key,) = sample_keys(*joined([name])).tolist()
+    assert key == key_of(name) == xxhash.xxh64_intdigest(name) % 2**48
 
 
 def test_every_kind_of_buffer_is_taken() -> None:
     content = b"four kinds"
-    builder, written = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
+    builder, written = Builder(CHUNK_BYTES, DATA_FILE_BYTES), Written()
     for i, data in enumerate(
         [content, bytearray(content), memoryview(content), np.frombuffer(content, np.uint8)]
     ):
@@ -210,12 +210,26 @@ def test_every_kind_of_buffer_is_taken() -> None:
     builder.finish()
     written.append(builder)
     assert written.files["data-00000.bin"].rstrip(b"\0") == 4 * content
-    with pytest.raises(BufferError):
+    with pytest.raises(TypeError):
         builder.add(b"strided", memoryview(content)[::2])
 
 
+def test_what_was_added_in_part_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
+    builder.add(b"whole", b"1")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "_add_chunks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        builder.take()
+    with pytest.raises(RuntimeError, match="broken off"):
+        builder.take()
+
+
 def test_memory_that_is_still_held_is_not_used_again() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
+    builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
     held = []
     for i in range(40):
         builder.add(b"%d" % i, bytes([i]) * 300_000)
@@ -238,7 +252,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_batch_that_does_not_fit_changes_nothing(case: str) -> None:
     names, contents, message = BAD[case]
-    builder = SampleBuilder(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    builder = Builder(CHUNK_BYTES, 2 * CHUNK_BYTES)
     before = builder.state()
     with pytest.raises(ValueError, match=message):
         builder.add_many(*joined(names), *joined(contents))
@@ -249,7 +263,7 @@ def test_a_batch_that_does_not_fit_changes_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("ends", [[2, 1], [-1, 2], [1, 4], [1], [1, 2, 3]])
 def test_ends_must_ascend_within_the_bytes(ends: list[int]) -> None:
-    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
+    builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
     letters, good, bad = np.frombuffer(b"abc", np.uint8), np.array([1, 2], np.int64), np.array(ends, np.int64)
     for name_ends, data_ends in ((good, bad), (bad, good)):
         with pytest.raises(ValueError, match="ends"):
@@ -260,7 +274,7 @@ def test_ends_must_ascend_within_the_bytes(ends: list[int]) -> None:
 
 
 def test_there_are_65536_data_files_and_no_more() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, 1)
+    builder = Builder(CHUNK_BYTES, 1)
     count = 65536
     letters = np.full(count + 1, ord("a"), np.uint8)
     ends = np.arange(1, count + 2, dtype=np.int64)
@@ -282,43 +296,43 @@ def test_there_are_65536_data_files_and_no_more() -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, 1, 4095, 6000, (1 << 30) + 4096])
 def test_chunks_are_of_whole_blocks(chunk_bytes: int) -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
-        SampleBuilder(chunk_bytes, DATA_FILE_BYTES)
+        Builder(chunk_bytes, DATA_FILE_BYTES)
 
 
 @pytest.mark.parametrize("data_file_bytes", [0, (1 << 40) + 1])
 def test_data_files_have_a_largest_size(data_file_bytes: int) -> None:
     with pytest.raises(ValueError, match="data_file_bytes"):
-        SampleBuilder(CHUNK_BYTES, data_file_bytes)
+        Builder(CHUNK_BYTES, data_file_bytes)
 
 
 @settings(max_examples=100)
 @given(st.data())
 def test_a_damaged_state_is_refused(data: st.DataObject) -> None:
-    builder = SampleBuilder(CHUNK_BYTES, CHUNK_BYTES)
+    builder = Builder(CHUNK_BYTES, CHUNK_BYTES)
     add_many(builder, [(f"{i}", bytes(1000)) for i in range(20)], None)
     builder.take()
     state = bytearray(builder.state())
-    SampleBuilder(CHUNK_BYTES, CHUNK_BYTES, bytes(state))
+    Builder(CHUNK_BYTES, CHUNK_BYTES, bytes(state))
     if data.draw(st.booleans()):
         state[data.draw(st.integers(0, len(state) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     else:
         del state[data.draw(st.integers(1, len(state) - 1)) :]
     with pytest.raises(ValueError, match="no state of a builder"):
-        SampleBuilder(CHUNK_BYTES, CHUNK_BYTES, bytes(state))
+        Builder(CHUNK_BYTES, CHUNK_BYTES, bytes(state))
 
 
 def test_a_state_belongs_to_its_sizes_and_follows_a_take() -> None:
-    builder = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES)
+    builder = Builder(CHUNK_BYTES, DATA_FILE_BYTES)
     state = builder.state()
     with pytest.raises(ValueError, match="chunk_bytes=4096"):
-        SampleBuilder(2 * CHUNK_BYTES, DATA_FILE_BYTES, state)
+        Builder(2 * CHUNK_BYTES, DATA_FILE_BYTES, state)
     builder.add(b"a", b"")
     with pytest.raises(RuntimeError, match="take them first"):
         builder.state()
     builder.take()
     builder.finish()
     builder.take()
-    again = SampleBuilder(CHUNK_BYTES, DATA_FILE_BYTES, builder.state())
+    again = Builder(CHUNK_BYTES, DATA_FILE_BYTES, builder.state())
     assert again.data_files == builder.data_files == [(1, 1, 0)]
     with pytest.raises(RuntimeError, match="finished"):
         again.add(b"b", b"")

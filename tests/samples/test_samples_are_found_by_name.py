@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock._native import SampleBuilder, SampleNames, sample_key, sample_lookup
+from penstock._native import SampleNames
+from penstock.samples.builder import Builder, lookup_of
 from tests.support.stores import key_of
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # directory, names, anchors
@@ -20,7 +21,7 @@ def joined(parts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def arrays_of(names: list[bytes]) -> Arrays:
-    builder = SampleBuilder(4096, 1 << 40)
+    builder = Builder(4096, 1 << 40)
     builder.add_many(*joined(names), np.empty(0, np.uint8), np.zeros(len(names), np.int64))
     builder.finish()
     _, files = builder.take()
@@ -38,7 +39,7 @@ def with_key(directory: np.ndarray, index: int, key: int) -> np.ndarray:
 
 def opened(names: list[bytes]) -> SampleNames:
     arrays = arrays_of(names)
-    lookup, twins = sample_lookup(*arrays)
+    lookup, twins = lookup_of(*arrays)
     assert twins is None
     return SampleNames(*arrays, lookup)
 
@@ -85,7 +86,7 @@ def test_two_names_of_one_key_are_told_apart() -> None:
     directory, bytes_, anchors = arrays_of(names)
     for index in (3, 20, 21, 90):  # from now on they collide with number 50
         directory = with_key(directory, index, key_of(names[50]))
-    lookup, twins = sample_lookup(directory, bytes_, anchors)
+    lookup, twins = lookup_of(directory, bytes_, anchors)
     assert twins is None
     found = SampleNames(directory, bytes_, anchors, lookup)
     assert found.find(names[50]) == 50
@@ -96,18 +97,18 @@ def test_two_names_of_one_key_are_told_apart() -> None:
 def test_keys_that_all_collide_take_no_longer_than_sorting(count: int) -> None:
     names = [b"%d" % i for i in range(count)]
     directory, bytes_, anchors = arrays_of(names)
-    directory = directory & ~np.array([KEYS, 0], np.uint64) | np.array([sample_key(b"7"), 0], np.uint64)
-    lookup, twins = sample_lookup(directory, bytes_, anchors)
+    directory = directory & ~np.array([KEYS, 0], np.uint64) | np.array([key_of(b"7"), 0], np.uint64)
+    lookup, twins = lookup_of(directory, bytes_, anchors)
     assert twins is None
     assert SampleNames(directory, bytes_, anchors, lookup).find(b"7") == (7 if count > 7 else -1)
     arrays = arrays_of([*names, b"1"])
     directory = arrays[0] & ~np.array([KEYS, 0], np.uint64)
-    assert sample_lookup(directory, *arrays[1:])[1] == (1, count)
+    assert lookup_of(directory, *arrays[1:])[1] == (1, count, "1")
 
 
 @given(st.lists(st.binary(min_size=1, max_size=2), min_size=1, max_size=100))
 def test_two_samples_of_one_name_are_noticed(names: list[bytes]) -> None:
-    _, twins = sample_lookup(*arrays_of(names))
+    _, twins = lookup_of(*arrays_of(names))
     assert (twins is None) == (len(set(names)) == len(names))
     if twins is not None:
         assert twins[0] < twins[1]
@@ -120,7 +121,7 @@ def test_damaged_arrays_are_refused_or_harmless(count: int, data: st.DataObject)
     """What is found of intact names may be wrong; memory outside of the arrays is never read."""
     names = [b"name %d" % i for i in range(count)]
     arrays = arrays_of(names)
-    damaged = [array.copy() for array in (*arrays, sample_lookup(*arrays)[0])]
+    damaged = [array.copy() for array in (*arrays, lookup_of(*arrays)[0])]
     for _ in range(data.draw(st.integers(1, 8))):
         target = damaged[data.draw(st.integers(0, 3))].reshape(-1).view(np.uint8)
         if target.size:
@@ -131,7 +132,7 @@ def test_damaged_arrays_are_refused_or_harmless(count: int, data: st.DataObject)
         lambda: found.find_many(*joined(names)),
         lambda: found.names(0, count),
         lambda: [found.name(index) for index in range(count)],
-        lambda: sample_lookup(*damaged[:3]),
+        lambda: lookup_of(*damaged[:3]),
     ):
         try:
             act()
@@ -143,7 +144,7 @@ def test_damaged_arrays_are_refused_or_harmless(count: int, data: st.DataObject)
 @pytest.mark.parametrize("keep", [0, -1])
 def test_arrays_of_other_sizes_are_refused(which: int, keep: int) -> None:
     arrays = arrays_of([b"%d" % i for i in range(33)])
-    parts = [*arrays, sample_lookup(*arrays)[0]]
+    parts = [*arrays, lookup_of(*arrays)[0]]
     parts[which] = parts[which][:keep]
     with pytest.raises(ValueError, match="damaged"):
         SampleNames(*parts).names(0, 33 if which else 32)

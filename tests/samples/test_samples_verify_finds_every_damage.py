@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples import checks
+from penstock.samples import verification
 from penstock.samples.inspection import info
 from penstock.samples.verification import DamagedSample, verify
 from tests.support.stores import crc32c, write_store
@@ -52,11 +52,11 @@ def store(sound: Path, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@pytest.fixture(params=[8192, checks.PIECE_BYTES])
+@pytest.fixture(params=[8192, verification.PIECE_BYTES])
 def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Small pieces, so that samples go on from one to the next, and the usual ones."""
-    monkeypatch.setattr(checks, "PIECE_BYTES", request.param)
-    monkeypatch.setattr(checks, "ENTRIES_AT_ONCE", 7)
+    monkeypatch.setattr(verification, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(verification, "ENTRIES_AT_ONCE", 7)
     return int(request.param)
 
 
@@ -261,7 +261,7 @@ def test_a_disk_that_fails_is_reported_and_read_on(
 
 def test_a_disk_that_hangs_ends_the_wait(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = threading.Event()
-    monkeypatch.setattr(checks, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(verification, "READ_TIMEOUT_S", 0.05)
     monkeypatch.setattr(os, "preadv", lambda *_: hanging.wait(20) and 0)
     try:
         with pytest.raises(SampleError, match=r"waited .*data-00000.bin, bytes 0 to"):
@@ -273,9 +273,9 @@ def test_a_disk_that_hangs_ends_the_wait(store: Path, monkeypatch: pytest.Monkey
 HANGING = """
 import os, sys, threading
 from penstock.errors import SampleError
-from penstock.samples import checks, verification
+from penstock.samples import verification
 
-checks.READ_TIMEOUT_S = 0.05
+verification.READ_TIMEOUT_S = 0.05
 os.preadv = lambda *_: threading.Event().wait()
 try:
     verification.verify(sys.argv[1])

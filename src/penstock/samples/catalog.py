@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias, cast, overload
@@ -22,55 +20,29 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import InvalidArgument, InvalidFile
+from penstock.samples import layout
 from penstock.samples.encoding import Decoder
-from penstock.samples.layout import (
-    ANCHOR_NAMES,
-    ANCHORS,
-    CHUNK_RECORD,
-    CHUNKS,
-    DATA_FILE_BYTES,
-    DIRECTORY,
-    LABELS,
-    LARGE,
-    LARGE_LENGTH,
-    LARGEST_CHUNK_BYTES,
-    LARGEST_NAME_BYTES,
-    LOOKUP,
-    MANIFEST,
-    MOST_DATA_FILES,
-    NAMES,
-    SMALLEST_CHUNK_BYTES,
-    SUMS,
-    Entries,
-    bytes_of,
-    chunks_of,
-    lookup_bits,
-    lookup_start_dtype,
-    text_of,
-    unpack_entries,
-)
 from penstock.samples.manifest import AGAIN, Field, StoreManifest
-from penstock.samples.places import LoadedFiles, PathLike, Place, place_of
+from penstock.samples.places import Bytes, PathLike, Place, check_sums, place_of, places_of
 
-_FILES = {DIRECTORY, SUMS, CHUNKS, NAMES, ANCHORS, LOOKUP, LARGE, LABELS}
-_NAME_FILES = (NAMES, ANCHORS, LOOKUP)  # mapped together, when names are asked for
+_NAME_FILES = (layout.NAMES, layout.ANCHORS, layout.LOOKUP)  # mapped together, when names are asked for
 
 
-@dataclass(frozen=True, eq=False)
 class Directory:
     """What a store says of its samples.
 
     place     where its data files are
     manifest  as read
-    files     the bytes of each file that the manifest names; loaded at first use
+
+    Files are mapped, or read, when they are first asked for.
     """
 
-    place: Place
-    manifest: StoreManifest
-    files: LoadedFiles
-
-    def __post_init__(self) -> None:
-        _check_manifest(self.manifest, self.place.path_of(MANIFEST))
+    def __init__(self, place: Place | PathLike, verify: bool = True) -> None:
+        """Of the store at ``place``, or at that path or URL; see `load`. A file may be missing."""
+        self.place = place if isinstance(place, Place) else place_of(place)
+        self.manifest, self._verify = self.place.manifest(), verify
+        self._loaded: dict[str, Bytes] = {}
+        _check_manifest(self.manifest, self.place.path_of(layout.MANIFEST))
 
     @classmethod
     def load(cls, place: Place | PathLike, verify: bool = True) -> Directory:
@@ -82,60 +54,67 @@ class Directory:
         Raises SampleError where there is no store, or one that cannot be read; InvalidFile where it is
         damaged.
         """
-        directory = cls.open(place, verify)
-        directory.files.load([name for name in directory.files if name not in _NAME_FILES])
+        directory = cls(place, verify)
+        directory._load([name for name in directory.manifest.files if name not in _NAME_FILES])
         return directory
 
-    @classmethod
-    def open(cls, place: Place | PathLike, verify: bool) -> Directory:
-        """The same, of which nothing is loaded yet: a file may be missing."""
-        if isinstance(place, str | os.PathLike):
-            place = place_of(place)
-        manifest = place.manifest()
-        return cls(place, manifest, LoadedFiles(place, manifest, verify, together=_NAME_FILES))
+    def file(self, name: str) -> Bytes:
+        """The bytes of a file; KeyError where the manifest does not name it."""
+        if name not in self._loaded:
+            self._load(_NAME_FILES if name in _NAME_FILES else [name])
+        return self._loaded[name]
+
+    def _load(self, names: Sequence[str]) -> None:
+        """Load files, and verify them together. Two threads may both do it: a lock could outlive a fork."""
+        listed = self.manifest.files
+        fresh = {name: self.place.load(name, listed[name].size_bytes, self._verify) for name in names}
+        if self._verify:
+            check_sums(self.place, self.manifest, fresh)
+        self._loaded |= fresh
 
     @cached_property
     def entries(self) -> npt.NDArray[np.uint64]:
         """[samples, 2]: the directory entries, in stored order."""
-        return self.files[DIRECTORY].view("<u8").reshape(-1, 2)
+        return self.file(layout.DIRECTORY).view("<u8").reshape(-1, 2)
 
     @cached_property
     def sums(self) -> npt.NDArray[np.uint32]:
         """[samples]: CRC-32C of each sample."""
-        return self.files[SUMS].view("<u4")
+        return self.file(layout.SUMS).view("<u4")
 
     @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
-        """[chunks] of CHUNK_RECORD."""
-        return self.files[CHUNKS].view(CHUNK_RECORD)
+        """[chunks] of layout.CHUNK_RECORD."""
+        return self.file(layout.CHUNKS).view(layout.CHUNK_RECORD)
 
     @cached_property
     def large(self) -> npt.NDArray[np.uint64]:
         """[large samples, 2]: index and length."""
-        return self.files.get(LARGE, np.empty(0, np.uint8)).view("<u8").reshape(-1, 2)
+        is_listed = layout.LARGE in self.manifest.files
+        return (self.file(layout.LARGE) if is_listed else np.empty(0, np.uint8)).view("<u8").reshape(-1, 2)
 
-    def located(self, where: slice | npt.NDArray[np.int64]) -> tuple[Entries, npt.NDArray[np.int64]]:
+    def located(self, where: slice | npt.NDArray[np.int64]) -> tuple[layout.Entries, npt.NDArray[np.int64]]:
         """The entries of samples, and their true lengths [n] int64.
 
         where   their indices in this store, or from which one to which
 
         Raises InvalidFile where large.bin does not have the length of a large sample.
         """
-        entries = unpack_entries(self.entries[where])
+        entries = layout.unpack_entries(self.entries[where])
         lengths = entries.length.astype(np.int64)
-        long = np.flatnonzero(entries.length == LARGE_LENGTH)
+        long = np.flatnonzero(entries.length == layout.LARGE_LENGTH)
         if len(long):
             wanted = (long + where.start if isinstance(where, slice) else where[long]).astype(np.uint64)
             places = np.searchsorted(self.large[:, 0], wanted)
             if int(places.max()) >= len(self.large) or not np.array_equal(self.large[places, 0], wanted):
-                raise InvalidFile(f"{LARGE} does not list all large samples. {AGAIN}")
+                raise InvalidFile(f"{layout.LARGE} does not list all large samples. {AGAIN}")
             lengths[long] = self.large[places, 1].astype(np.int64)
         return entries, lengths
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int32] | None:
         """[samples]: each one's class, -1 for none. None where no sample has one."""
-        return self.files[LABELS].view("<i4") if LABELS in self.files else None
+        return self.file(layout.LABELS).view("<i4") if layout.LABELS in self.manifest.files else None
 
     @cached_property
     def firsts(self) -> npt.NDArray[np.uint64]:
@@ -147,7 +126,7 @@ class Directory:
         chunks_before = np.cumsum([0] + [data_file.chunks for data_file in self.manifest.data_files])
         samples_before = np.cumsum([0] + [data_file.samples for data_file in self.manifest.data_files])
         if np.any(firsts[1:] < firsts[:-1]) or np.any(firsts[chunks_before] != samples_before):
-            raise InvalidFile(f"{self.place.path_of(CHUNKS)} contradicts {MANIFEST}. {AGAIN}")
+            raise InvalidFile(f"{self.place.path_of(layout.CHUNKS)} contradicts {layout.MANIFEST}. {AGAIN}")
         return firsts
 
     @property
@@ -156,62 +135,66 @@ class Directory:
         # No cached_property: until Python 3.12 it holds a lock meanwhile, which a forked child never gets.
         names: _native.SampleNames | None = self.__dict__.get("_names")
         if names is None:
-            anchors = self.files[ANCHORS].view("<u8")
-            names = _native.SampleNames(self.entries, self.files[NAMES], anchors, self.files[LOOKUP])
+            anchors = self.file(layout.ANCHORS).view("<u8")
+            names = _native.SampleNames(
+                self.entries, self.file(layout.NAMES), anchors, self.file(layout.LOOKUP)
+            )
             self.__dict__["_names"] = names
         return names
+
+
+def load_all(
+    path: PathLike | Sequence[PathLike], verify: bool = True, timeout_s: float = 60.0
+) -> list[Directory]:
+    """The directories of the stores that ``path`` stands for: see `places_of` and `Directory.load`."""
+    return [Directory.load(place, verify) for place in places_of(path, timeout_s=timeout_s)]
 
 
 def _check_manifest(manifest: StoreManifest, path: str) -> None:
     """Raises InvalidFile where its numbers cannot all be true, so that nothing else need doubt them."""
     data_files, chunk_bytes = manifest.data_files, manifest.chunk_bytes
     sound = (
-        SMALLEST_CHUNK_BYTES <= chunk_bytes <= LARGEST_CHUNK_BYTES
-        and chunk_bytes % SMALLEST_CHUNK_BYTES == 0
-        and len(data_files) <= MOST_DATA_FILES
-        and all(file.samples >= 0 and 0 <= file.size_bytes <= DATA_FILE_BYTES for file in data_files)
-        and all(file.chunks == chunks_of(file.size_bytes, chunk_bytes) for file in data_files)
+        layout.SMALLEST_CHUNK_BYTES <= chunk_bytes <= layout.LARGEST_CHUNK_BYTES
+        and chunk_bytes % layout.SMALLEST_CHUNK_BYTES == 0
+        and len(data_files) <= layout.MOST_DATA_FILES
+        and all(file.samples >= 0 and 0 <= file.size_bytes <= layout.DATA_FILE_BYTES for file in data_files)
+        and all(file.chunks == layout.chunks_of(file.size_bytes, chunk_bytes) for file in data_files)
         and sum(file.samples for file in data_files) == manifest.samples
         and 0 <= manifest.partition < manifest.partitions
     )
     if not sound:
         raise InvalidFile(f"{path} contradicts itself: no packer wrote it. {AGAIN}")
-    for name in manifest.files.keys() - _FILES:
+    for name in manifest.files.keys() - {*layout.FILES}:
         raise InvalidFile(f"{path} names {name!r}, which is not a file of a store. {AGAIN}")
-    for name, size_bytes in _sizes(manifest).items():
-        if name not in manifest.files:
-            raise InvalidFile(f"{path} does not name {name}, which every store has. {AGAIN}")
-        if manifest.files[name].size_bytes != size_bytes:
-            raise InvalidFile(
-                f"{path} gives {name} {manifest.files[name].size_bytes} bytes; {manifest.samples} samples "
-                f"need {size_bytes}. {AGAIN}"
-            )
-
-
-def _sizes(manifest: StoreManifest) -> dict[str, int]:
-    """What the files must measure."""
-    samples = manifest.samples
-    sizes = {
-        DIRECTORY: 16 * samples,
-        SUMS: 4 * samples,
-        CHUNKS: CHUNK_RECORD.itemsize * manifest.chunks,
-        ANCHORS: 8 * -(-samples // ANCHOR_NAMES),
-        LOOKUP: 8 * samples + ((1 << lookup_bits(samples)) + 1) * lookup_start_dtype(samples).itemsize,
+    samples, any_size = manifest.samples, 1 << 62
+    buckets = (1 << layout.lookup_bits(samples)) + 1
+    exact = {
+        layout.DIRECTORY: 16 * samples,
+        layout.SUMS: 4 * samples,
+        layout.CHUNKS: 16 * manifest.chunks,
+        layout.ANCHORS: 8 * -(-samples // layout.ANCHOR_NAMES),
+        layout.LOOKUP: 8 * samples + buckets * layout.lookup_start_dtype(samples).itemsize,
+        layout.LABELS: 4 * samples,
     }
-    files = manifest.files
-    if NAMES not in files or files[NAMES].size_bytes < 2 * samples:
-        sizes[NAMES] = 2 * samples  # at least
-    if LARGE in files and (files[LARGE].size_bytes % 16 or files[LARGE].size_bytes > 16 * samples):
-        sizes[LARGE] = 16 * samples  # at most
-    if LABELS in files:
-        sizes[LABELS] = 4 * samples
-    return sizes
+    wanted = {name: (size_bytes, size_bytes) for name, size_bytes in exact.items()}
+    wanted |= {layout.NAMES: (2 * samples, any_size), layout.LARGE: (0, 16 * samples)}
+    for name, (least, most) in wanted.items():
+        if name not in manifest.files:
+            if name not in (layout.LARGE, layout.LABELS):
+                raise InvalidFile(f"{path} does not name {name}, which every store has. {AGAIN}")
+            continue
+        size_bytes = manifest.files[name].size_bytes
+        if not least <= size_bytes <= most or (name == layout.LARGE and size_bytes % 16):
+            needed = least if size_bytes < least else most
+            raise InvalidFile(
+                f"{path} gives {name} {size_bytes} bytes; {samples} samples need {needed}. {AGAIN}"
+            )
 
 
 Indices = npt.NDArray[np.int64]
 
 _BLOCK_NAMES = 4096  # that iteration takes at a time
-_NO_NAME = bytes(LARGEST_NAME_BYTES + 1)
+_NO_NAME = bytes(layout.LARGEST_NAME_BYTES + 1)
 
 
 class Names(Sequence[str]):
@@ -242,7 +225,7 @@ class Names(Sequence[str]):
             for begin in range(0, samples, _BLOCK_NAMES):
                 with _checked(directory) as names:
                     block = names.names(begin, min(begin + _BLOCK_NAMES, samples))
-                yield from map(text_of, block)
+                yield from map(layout.text_of, block)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.find(name) >= 0
@@ -259,11 +242,7 @@ class Names(Sequence[str]):
 
     def find(self, name: str) -> int:
         """The index of the sample of that name, -1 where there is none."""
-        try:
-            key = bytes_of(name)
-        except UnicodeEncodeError:  # half of a surrogate pair: neither text nor a file's name
-            return -1
-        begin = 0
+        key, begin = _bytes(name), 0
         for directory in self._directories:
             with _checked(directory) as names:
                 found = names.find(key)
@@ -292,12 +271,12 @@ class Names(Sequence[str]):
         if len(self._directories) > 1:
             return [self._name(index) for index in indices.tolist()]
         with _checked(self._directories[0]) as names:
-            return [text_of(names.name(index)) for index in indices.tolist()]
+            return [layout.text_of(names.name(index)) for index in indices.tolist()]
 
     def _name(self, index: int) -> str:
         partition = bisect_right(self._ends, index)
         with _checked(self._directories[partition]) as names:
-            return text_of(names.name(index - (self._ends[partition - 1] if partition else 0)))
+            return layout.text_of(names.name(index - (self._ends[partition - 1] if partition else 0)))
 
 
 def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
@@ -312,8 +291,9 @@ def _joined(names: Sequence[str]) -> tuple[npt.NDArray[np.uint8], Indices]:
 
 
 def _bytes(name: str) -> bytes:
+    """Of a name; of one that no sample can have, such as half of a surrogate pair, a name that none has."""
     try:
-        return bytes_of(name)
+        return layout.bytes_of(name)
     except UnicodeEncodeError:
         return _NO_NAME
 
@@ -326,7 +306,7 @@ def _checked(directory: Directory) -> Iterator[_native.SampleNames]:
     except InvalidFile:
         raise
     except ValueError as error:
-        raise InvalidFile(f"{directory.place.path_of(NAMES)} is damaged: {error}. {AGAIN}") from error
+        raise InvalidFile(f"{directory.place.path_of(layout.NAMES)} is damaged: {error}. {AGAIN}") from error
 
 
 Labels = npt.NDArray[np.int32]
@@ -420,8 +400,7 @@ class Catalog:
             return labels[0]
         if all(each is None for each in labels):
             return None
-        sizes = [manifest.samples for manifest in self.manifests]
-        absent = (np.full(size, -1, np.int32) for size in sizes)
+        absent = (np.full(manifest.samples, -1, np.int32) for manifest in self.manifests)
         return np.concatenate([a if b is None else b for a, b in zip(absent, labels, strict=True)])
 
     @cached_property
@@ -478,14 +457,14 @@ class Catalog:
 
     def _same(self, field: str) -> Any:
         """What all partitions say of themselves. Raises InvalidArgument where they differ."""
-        values = [getattr(manifest, field) for manifest in self.manifests]
-        for directory, value in zip(self.directories, values, strict=True):
-            if value != values[0]:
+        first, value = self.directories[0], getattr(self.manifests[0], field)
+        for directory in self.directories:
+            if getattr(directory.manifest, field) != value:
                 raise InvalidArgument(
-                    f"{self.directories[0].place} and {directory.place} cannot be mounted together: their "
-                    f"{field} differ. Mount them one by one, or pack them alike"
+                    f"{first.place} and {directory.place} cannot be mounted together: their {field} differ. "
+                    "Mount them one by one, or pack them alike"
                 )
-        return values[0]
+        return value
 
 
 def identity_of(manifests: Sequence[StoreManifest]) -> str:

@@ -8,11 +8,10 @@ processes of a machine share the pages.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch.distributed as dist
 
 from penstock.core.job import attempt
 from penstock.errors import InvalidArgument, PenstockError, SampleError
-from penstock.samples.catalog import Directory
+from penstock.samples.catalog import Directory, load_all
 from penstock.samples.manifest import StoreManifest
-from penstock.samples.places import PathLike, places_of
+from penstock.samples.places import PathLike
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
@@ -34,10 +33,7 @@ _meetings: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
 class Held(msgspec.Struct, frozen=True):
-    """One store that a process can read, as it tells the others.
-
-    place   its path, or its URL
-    """
+    """A store that a process can read. place: its path, or its URL."""
 
     place: str
     manifest: StoreManifest
@@ -63,33 +59,23 @@ def gather(
     see what another one holds, or received it damaged, and where a partition is missing.
     """
     meeting = Meeting(group, timeout_s)
-    mine: list[Directory] = []
-
-    def load() -> None:
-        mine.extend(Directory.load(place, verify) for place in places_of(path, timeout_s=timeout_s))
-
-    error = _error_of(load)
+    mine, error = _tried(lambda: load_all(path, verify, timeout_s))
     holds = [Held(str(each.place), each.manifest) for each in mine]
-    messages = meeting.exchange("say what they hold", Message(holds, error))
+    stores = _each_once(meeting, meeting.exchange("say what they hold", Message(holds, error)))
     own = {directory.manifest.identity: directory for directory in mine}
-    stores = _each_once(meeting, messages)
-
-    def open_() -> None:
-        for owner, held in stores:
-            if held.manifest.identity not in own:
-                own[held.manifest.identity] = _opened(owner, held, verify)
-
-    meeting.exchange("open what the others hold", Message(error=_error_of(open_)))
-    return [own[held.manifest.identity] for _, held in stores], meeting.rank, meeting.world
+    opened, error = _tried(
+        lambda: [own.get(held.manifest.identity) or _opened(owner, held, verify) for owner, held in stores]
+    )
+    meeting.exchange("open what the others hold", Message(error=error))
+    return opened, meeting.rank, meeting.world
 
 
-def _error_of(act: Callable[[], None]) -> str:
-    """Why it failed, for the others to know; empty where it did not."""
+def _tried(load: Callable[[], list[Directory]]) -> tuple[list[Directory], str]:
+    """What it gives; or nothing, and why it failed, for the others to know."""
     try:
-        act()
+        return load(), ""
     except (PenstockError, OSError) as problem:
-        return str(problem)
-    return ""
+        return [], str(problem)
 
 
 def pack_together(
@@ -188,7 +174,7 @@ class Meeting:
 
     def send(self, what: str, message: Message) -> None:
         """Send to the others, without waiting for what they send."""
-        self._guarded(lambda: self._store.set(self._key(what, self.rank), msgspec.msgpack.encode(message)))
+        self._set(what, msgspec.msgpack.encode(message))
 
     def exchange(self, what: str, message: Message) -> list[Message]:
         """What all processes send, by rank. ``what``: what they are waited for to do.
@@ -208,33 +194,31 @@ class Meeting:
                 f"{_named(dead)} did not. {'It has' if len(dead) == 1 else 'They have'} "
                 "stopped, or not come so far: look at the messages there, or give a longer timeout_s"
             )
-        everyone = [self._read(what, rank) for rank in range(self.world)]
+        everyone = [msgspec.msgpack.decode(self._get(what, rank), type=Message) for rank in range(self.world)]
         if failed := [(rank, each.error) for rank, each in enumerate(everyone) if each.error]:
             self.leave()
             rank, error = failed[0]
             more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
             raise SampleError(f"process {rank} could not {what}: {error}{more}")
-        self._delete_read_keys(what)
+        # Whoever has sent this message has read what this process set before.
+        with _answers():
+            for key in self._sent_keys:
+                self._store.delete_key(key)
+        self._sent_keys = [self._key(what, self.rank)]
         return everyone
 
     def pulse(self) -> None:
         """A sign of life, for those that wait for this process: they go on waiting."""
         if time.monotonic() - self._pulsed_s > _PULSE_S:
             self._pulsed_s = time.monotonic()
-            with contextlib.suppress(
-                SampleError
-            ):  # what this process is at can be finished without the others
-                self._guarded(lambda: self._store.set(self._key("pulse", self.rank), str(self._pulsed_s)))
+            with contextlib.suppress(SampleError):  # this process can go on without the others
+                self._set("pulse", str(self._pulsed_s))
 
     def _without_pulse(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks that have given no sign of life since this was asked before."""
-        before = {rank: self._pulses.get(rank) for rank in ranks}
-        for rank in ranks:
-            if self._has_sent("pulse", rank):
-                self._pulses[rank] = self._guarded(
-                    functools.partial(self._store.get, self._key("pulse", rank))
-                )
-        return [rank for rank in ranks if self._pulses.get(rank) == before[rank]]
+        before = dict(self._pulses)
+        self._pulses |= {rank: self._get("pulse", rank) for rank in ranks if self._has_sent("pulse", rank)}
+        return [rank for rank in ranks if self._pulses.get(rank) == before.get(rank)]
 
     def leave(self, missing: Sequence[int] = ()) -> None:
         """Wait a little for the others to learn of a failure: their key-value store may end with us."""
@@ -254,31 +238,32 @@ class Meeting:
                 pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
         return [rank for rank in missing if not self._has_sent(what, rank)]
 
-    def _has_sent(self, what: str, rank: int) -> bool:
-        return bool(self._guarded(lambda: self._store.check([self._key(what, rank)])))
-
-    def _read(self, what: str, rank: int) -> Message:
-        data = self._guarded(lambda: self._store.get(self._key(what, rank)))
-        return msgspec.msgpack.decode(data, type=Message)
-
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what}/{rank}"
 
-    def _delete_read_keys(self, what: str) -> None:
-        """Remove the keys that this process set before: whoever has sent this message has read those."""
-        for key in self._sent_keys:
-            self._guarded(functools.partial(self._store.delete_key, key))
-        self._sent_keys = [self._key(what, self.rank)]
+    def _set(self, what: str, value: bytes | str) -> None:
+        with _answers():
+            self._store.set(self._key(what, self.rank), value)
 
-    def _guarded(self, ask: Callable[[], Any]) -> Any:
-        """What the group's key-value store answers."""
-        try:
-            return ask()
-        except RuntimeError as error:
-            raise SampleError(
-                "the key-value store of the process group does not answer: the process that keeps it, most "
-                f"often rank 0, has stopped ({str(error).splitlines()[0]})"
-            ) from error
+    def _get(self, what: str, rank: int) -> bytes:
+        with _answers():
+            return bytes(self._store.get(self._key(what, rank)))
+
+    def _has_sent(self, what: str, rank: int) -> bool:
+        with _answers():
+            return bool(self._store.check([self._key(what, rank)]))
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[None]:
+    """The group's key-value store is asked."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise SampleError(
+            "the key-value store of the process group does not answer: the process that keeps it, most "
+            f"often rank 0, has stopped ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-import os
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -19,10 +15,10 @@ from torch.utils.data import default_collate
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.store import Batch
+from penstock.samples.threads import DaemonThreads
 from penstock.units import format_bytes, format_seconds
 
 Convert = Callable[[Batch], Any]
-_Work = queue.SimpleQueue["tuple[Future[tuple[Any, int]], Batch] | None"]
 
 
 class Sample:
@@ -194,7 +190,7 @@ def size_of(value: Any) -> int:
 
 
 class DecodeThreads:
-    """A thread pool that decodes batches ahead of the consumer, which gets them in order.
+    """Decodes batches ahead of the consumer, which gets them in order.
 
     threads         how many
     prefetch_bytes  most that is ready or under way, as batches or as what becomes of them; at least one batch
@@ -202,24 +198,12 @@ class DecodeThreads:
     """
 
     def __init__(self, convert: Convert, threads: int, prefetch_bytes: int, timeout_s: float) -> None:
-        self._prefetch_bytes, self._timeout_s = prefetch_bytes, timeout_s
-        self._work: _Work = queue.SimpleQueue()
+        self.threads, self._prefetch_bytes, self._timeout_s = threads, prefetch_bytes, timeout_s
+        self._convert = convert
+        self._pool = DaemonThreads("penstock-decode", threads)
         self._given: collections.deque[tuple[Future[tuple[Any, int]], int, int, int]] = collections.deque()
         self._held_bytes = 0
         self._growth = 1.0  # from a batch to what becomes of it, as the last one did
-        self._pid = os.getpid()
-        self._threads = [
-            threading.Thread(
-                target=_run, args=(self._work, convert), name=f"penstock-decode-{n}", daemon=True
-            )
-            for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def threads(self) -> int:
-        return len(self._threads)
 
     def __len__(self) -> int:
         """Batches ready or under way."""
@@ -231,11 +215,10 @@ class DecodeThreads:
 
     def give(self, batch: Batch, taken: int) -> None:
         """taken: samples that the iteration has given with this batch."""
-        future: Future[tuple[Any, int]] = Future()
         cost_bytes = int(batch.data.nbytes * max(1.0, self._growth))
         self._held_bytes += cost_bytes
+        future = self._pool.submit(_converted, self._convert, batch)
         self._given.append((future, batch.data.nbytes, cost_bytes, taken))
-        self._work.put((future, batch))
 
     def take(self) -> tuple[Any, int]:
         """What became of the next batch, and how many samples the iteration has given with it.
@@ -250,7 +233,7 @@ class DecodeThreads:
                 raise  # the decode function's own
             raise SampleError(
                 f"waited {format_seconds(self._timeout_s)} for a batch of {format_bytes(batch_bytes)} to be "
-                f"decoded by {len(self._threads)} threads: the decode function hangs, or needs more timeout_s"
+                f"decoded by {self.threads} threads: the decode function hangs, or needs more timeout_s"
             ) from error
         self._held_bytes -= cost_bytes
         self._growth = value_bytes / max(1, batch_bytes)
@@ -258,25 +241,14 @@ class DecodeThreads:
 
     def close(self) -> None:
         """Let the threads go, once they are done with what they have begun."""
-        if self._pid != os.getpid():
-            return  # a fork has no such threads
+        if self._pool.inherited:
+            return
         for future, *_ in self._given:
             future.cancel()
         self._given.clear()
-        for _ in self._threads:
-            self._work.put(None)
+        self._pool.close()
 
 
-def _run(work: _Work, convert: Convert) -> None:
-    while (given := work.get()) is not None:
-        future, batch = given
-        del given
-        if future.set_running_or_notify_cancel():
-            try:
-                value = convert(batch)
-                future.set_result((value, size_of(value)))
-                del value
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    future.set_exception(error)
-        del future, batch  # the memory of a batch is reused once nobody holds it
+def _converted(convert: Convert, batch: Batch) -> tuple[Any, int]:
+    value = convert(batch)
+    return value, size_of(value)

@@ -86,18 +86,20 @@ class Decoder:
     def __init__(self, encoding: str, fields: Sequence[Field] = ()) -> None:
         if encoding not in ENCODINGS:
             raise InvalidFile(f"samples encoded as {encoding!r} are unknown to this version of penstock")
-        self.encoding = encoding
-        self.fields = tuple(fields)
-        self._places: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
-        self.record_bytes = 0
+        self.encoding, self.fields = encoding, tuple(fields)
+        columns: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
         for field in self.fields if encoding == "record" else ():
             dtype = DTYPES.get(field.dtype)
             if dtype is None or len(field.shape) > _MOST_DIMENSIONS or any(size < 0 for size in field.shape):
                 raise InvalidFile(
                     f"field {field.name!r} cannot be of dtype {field.dtype}, shape {field.shape}"
                 )
-            self._places.append((field.name, dtype, field.shape, self.record_bytes))
-            self.record_bytes += dtype.itemsize * math.prod(field.shape)
+            columns.append((f"f{len(columns)}", dtype, field.shape))
+        try:
+            self._record = np.dtype(columns)
+        except ValueError as error:  # numpy's limit
+            raise InvalidFile(f"records of the fields {columns} are too large: {error}") from None
+        self.record_bytes = self._record.itemsize
 
     def sample(self, data: Bytes) -> bytes | dict[str, Any]:
         """One sample: bytes for "raw", else its fields by name.
@@ -132,17 +134,10 @@ class Decoder:
         size_bytes = data.nbytes if isinstance(data, memoryview | np.ndarray) else len(data)
         if size_bytes != samples * self.record_bytes:
             raise InvalidFile(f"{samples} samples of {self.record_bytes} bytes are in {size_bytes} bytes")
-        views = {}
-        for name, dtype, shape, begin in self._places:
-            strides = [dtype.itemsize]
-            for size in reversed(shape[1:]):
-                strides.insert(0, strides[0] * size)
-            steps = (self.record_bytes, *strides[: len(shape)])
-            full = (samples, *shape)
-            views[name] = (
-                np.ndarray(full, dtype, data, begin, steps) if math.prod(full) else np.empty(full, dtype)
-            )
-        return views
+        if not self.record_bytes:
+            return {field.name: np.empty((samples, *field.shape), field.dtype) for field in self.fields}
+        records: npt.NDArray[Any] = np.ndarray(samples, self._record, data)
+        return {field.name: records[f"f{number}"] for number, field in enumerate(self.fields)}
 
 
 _SCALARS = frozenset({type(None), bool, float, str, bytes, bytearray, memoryview})

@@ -8,37 +8,38 @@ merge_states joins states that differ.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from penstock.errors import InvalidArgument
 from penstock.samples.order import Segment
 
 VERSION = 2
 MOST_REPLICAS = 1 << 20  # as in C++
+_MOST_SEGMENTS = 1024
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
 
 
-@dataclass(frozen=True, slots=True)
-class Epoch:
+class Epoch(msgspec.Struct, frozen=True, rename={"identity": "store"}):
     """What an epoch is an epoch of: all of it must be the same to go on.
 
     identity  of the store, and its number of samples
     """
 
     identity: str
-    samples: int
+    samples: _Count
     order: str
     seed: int
-    epoch: int
+    epoch: _Count
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """An epoch, and what has been taken of it.
 
     after     the divisions that are over
@@ -50,13 +51,13 @@ class Position:
     """
 
     of: Epoch
-    batch_size: int
+    batch_size: _Positive
     drop_last: bool
-    after: tuple[Segment, ...] = ()
-    replicas: int = 0
-    slots: int = 0
-    workers: int = 1
-    taken: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    after: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=_MOST_SEGMENTS)] = ()
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)] = 0
+    slots: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] = 1
+    taken: dict[_Count, _Count] = {}
     finished: frozenset[int] = frozenset()
 
     @property
@@ -113,12 +114,12 @@ class Position:
         """The same epoch in so many replicas: as it was divided, or what is left of it divided anew."""
         same = self
         if replicas == self.replicas and workers != self.workers:
-            same = dataclasses.replace(self, workers=workers, taken=self.taken_by(range(replicas)))
+            same = replace(self, workers=workers, taken=self.taken_by(range(replicas)))
         if (replicas, slots) == (same.replicas, same.slots) and same._even():
             return same
         taken = dict.fromkeys(range(replicas), 0)
         closed = self._closed()
-        return dataclasses.replace(closed, replicas=replicas, slots=slots, workers=workers, taken=taken)
+        return replace(closed, replicas=replicas, slots=slots, workers=workers, taken=taken)
 
     def _even(self) -> bool:
         """Whether the processes have given equally many batches, so that each can speak for the others."""
@@ -135,17 +136,17 @@ class Position:
         """The same, with the division in force over."""
         counts = tuple(self.taken_by(range(self.replicas)).values())
         after = (*self.after, Segment(self.replicas, self.slots, counts)) if any(counts) else self.after
-        return dataclasses.replace(self, after=after, replicas=0, taken={}, finished=frozenset())
+        return replace(self, after=after, replicas=0, taken={}, finished=frozenset())
 
     def with_batches(self, batch_size: int, drop_last: bool) -> Position:
         """The same in batches of another size, for which what is left has to be divided anew."""
         same = self if batch_size == self.batch_size else self._closed()
-        return dataclasses.replace(same, batch_size=batch_size, drop_last=drop_last)
+        return replace(same, batch_size=batch_size, drop_last=drop_last)
 
     def at(self, replica: int, taken: int, finished: bool) -> Position:
         """The position of a process that knows one replica."""
         done = frozenset([replica]) if finished else frozenset()
-        return dataclasses.replace(self, taken={replica: taken}, finished=done)
+        return replace(self, taken={replica: taken}, finished=done)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The replicas of a process in the order in which its batches come: the one that is due first."""
@@ -168,7 +169,7 @@ class Position:
                 taken[replica] = min(taken[replica] + rounds * self.batch_size, self.end(replica))
             batches -= rounds * len(open_[:batches])
         finished = frozenset(each for each in turns if batches > 0 and taken[each] >= self.end(each))
-        return dataclasses.replace(self, taken=taken, finished=finished)
+        return replace(self, taken=taken, finished=finished)
 
     def _whole(self, replica: int, taken: int) -> int:
         """Batches that the replica can give before its last one."""
@@ -176,26 +177,29 @@ class Position:
 
     def _unread(self) -> Position:
         """What must be the same in states that belong together."""
-        return dataclasses.replace(self, taken={}, finished=frozenset())
+        return replace(self, taken={}, finished=frozenset())
 
     def state(self) -> dict[str, Any]:
         """For state_dict: numbers, text and lists only."""
+        fields = msgspec.to_builtins(self)
         return {
             "version": VERSION,
-            "store": self.of.identity,
-            "samples": self.of.samples,
-            "order": self.of.order,
-            "seed": self.of.seed,
-            "epoch": self.of.epoch,
-            "batch_size": self.batch_size,
-            "drop_last": self.drop_last,
+            **fields.pop("of"),
+            **fields,
             "after": [[segment.replicas, segment.slots, list(segment.taken)] for segment in self.after],
-            "replicas": self.replicas,
-            "slots": self.slots,
-            "workers": self.workers,
             "taken": [[replica, taken] for replica, taken in sorted(self.taken.items())],
             "finished": sorted(self.finished),
         }
+
+    def is_possible(self) -> bool:
+        """Whether its numbers, which anybody may have written, agree with each other."""
+        sound = self.left >= 0 and self.replicas % self.workers == 0 and self.finished <= self.taken.keys()
+        for replicas, slots, taken in self.after:
+            sound = sound and 1 <= replicas == len(taken) <= MOST_REPLICAS
+            sound = sound and 0 <= slots < 1 << 32 and min(taken) >= 0
+        return sound and all(
+            replica < self.replicas and taken <= self.size(replica) for replica, taken in self.taken.items()
+        )
 
 
 def from_state(state: Mapping[str, Any]) -> Position:
@@ -245,7 +249,7 @@ def _joined(positions: Sequence[Position]) -> Position:
             )
         taken.update(position.taken)
     finished = frozenset().union(*(position.finished for position in positions))
-    return dataclasses.replace(first, taken=taken, finished=finished)
+    return replace(first, taken=taken, finished=finished)
 
 
 def _from_workers(state: Mapping[str, Any]) -> Position:
@@ -256,7 +260,7 @@ def _from_workers(state: Mapping[str, Any]) -> Position:
         raise InvalidArgument("the state of the DataLoader holds none of a Loader: it was not around one")
     position = _joined([_from_state_of_loader(each) for each in states])
     if state.get("_iterator_finished"):
-        return dataclasses.replace(position, finished=frozenset(position.taken))
+        return replace(position, finished=frozenset(position.taken))
     rank = min(position.taken, default=0) // position.workers
     since = int(state.get("_steps_since_snapshot", 0))
     return position.advanced(rank, since) if since else position
@@ -268,56 +272,15 @@ def _from_state_of_loader(state: Any) -> Position:
             f"the Loader's state is of version {state['version']}, and this penstock reads version "
             f"{VERSION}: use the version of penstock that saved it"
         )
-    found = msgspec.convert(state, _State)
-    after = tuple(Segment(*segment) for segment in found.after)
-    position = Position(
-        of=Epoch(found.store, found.samples, found.order, found.seed, found.epoch),
-        batch_size=found.batch_size,
-        drop_last=found.drop_last,
-        after=after,
-        replicas=found.replicas,
-        slots=found.slots,
-        workers=found.workers,
-        taken=dict(found.taken),
-        finished=frozenset(found.finished),
-    )
-    if (
-        any(len(segment.taken) != segment.replicas for segment in after)
-        or position.left < 0
-        or found.replicas % found.workers
-        or any(replica >= found.replicas or taken > position.size(replica) for replica, taken in found.taken)
-        or not position.finished <= position.taken.keys()
-    ):
+    of = msgspec.convert(state, Epoch)
+    position = msgspec.convert({**state, "of": of, "taken": dict(state["taken"])}, Position)
+    if not position.is_possible():
         raise InvalidArgument(f"{_NO_STATE} (it contradicts itself): {_REMEDY}")
     return position
 
 
 _NO_STATE = "this is not a state of a penstock Loader"
 _REMEDY = "give what Loader.state_dict returned, or the state_dict of a StatefulDataLoader around a Loader"
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
-_Replicas = Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)]
-_Workers = Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)]
-_Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62))]
-_Slots = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 32))]
-
-
-class _State(msgspec.Struct):
-    """What Position.state gives, as anybody may have changed it since."""
-
-    store: str
-    samples: _Count
-    order: str
-    seed: int
-    epoch: _Count
-    batch_size: _Positive
-    drop_last: bool
-    after: Annotated[list[tuple[_Workers, _Slots, tuple[_Count, ...]]], msgspec.Meta(max_length=1024)]
-    replicas: _Replicas
-    slots: _Slots
-    workers: _Workers
-    taken: list[tuple[_Count, _Count]]
-    finished: list[_Count]
-
 
 if TYPE_CHECKING:
     import torch
@@ -367,14 +330,13 @@ class EpochCoordinator:
     def _attach(self, memory: torch.Tensor) -> None:
         self._memory = memory.share_memory_()
         data = self._memory.numpy()
-        self._head = data[: _HEAD.itemsize].view(_HEAD)[0:1]
+        self._head: Any = data[: _HEAD.itemsize].view(_HEAD)[0:1]
         self._rows = data[_HEAD.itemsize :].view(_ROW)
+
+    __setstate__ = _attach
 
     def __getstate__(self) -> torch.Tensor:
         return self._memory
-
-    def __setstate__(self, memory: torch.Tensor) -> None:
-        self._attach(memory)
 
     @property
     def next(self) -> int:

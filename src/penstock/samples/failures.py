@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.errors import InvalidFile, SampleError
+from penstock.errors import SampleError
 from penstock.samples.layout import DIRECTORY, data_file_name
-from penstock.samples.manifest import AGAIN, open_regular
+from penstock.samples.manifest import AGAIN
 from penstock.storage.nvme import TargetError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _REMEDIES = {
 # The drive cannot be reached, or is another one by now: nothing is known to be damaged. csrc/samples/feed.cpp
 # has the same.
 LOST = (errno.ETIMEDOUT, errno.ECONNRESET, errno.ESTALE, errno.ENODEV, errno.EBADF)
+CLOSED = "the store was closed: mount it again"
 _LEAVE_OUT = "`penstock samples verify` names all that is damaged; on_damage='skip' leaves it out"
 
 
@@ -62,25 +63,6 @@ def cannot_open(path: str | Path, error: OSError) -> SampleError:
     return _with_errno(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
 
 
-def open_sized(path: Path, wanted_bytes: int, missing: str) -> int:
-    """A descriptor of a store's file that must have so many bytes. ``missing``: what a missing one means.
-
-    Raises SampleError where it cannot be opened, InvalidFile where it is not there, or not of this size.
-    """
-    try:
-        descriptor = open_regular(path)
-    except FileNotFoundError as error:
-        raise InvalidFile(f"{path} is missing{missing}. {AGAIN}") from error
-    except OSError as error:
-        raise cannot_open(path, error) from error
-    size_bytes = os.fstat(descriptor).st_size
-    if size_bytes == wanted_bytes:
-        return descriptor
-    os.close(descriptor)
-    what = "was cut short" if size_bytes < wanted_bytes else "is too long"
-    raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {AGAIN}")
-
-
 def from_target(error: TargetError, remedy: str = "") -> SampleError:
     """A drive of another machine could not be used."""
     return _with_errno(f"{error}. {remedy}" if remedy else str(error), error.errno)
@@ -104,12 +86,12 @@ def cannot_read(
     path = place.path_of(data_file_name(failure.data_file))
     where = f"byte {offset} of {path} (chunk {offset // chunk_bytes}, {failure.size_bytes} bytes)"
     if kind == "closed":
-        return SampleError(closed())
+        return SampleError(CLOSED)
     if kind == "checksum":
         text = f"{whose} is damaged: the checksum at {where} is wrong. {AGAIN}; {_LEAVE_OUT}"
     elif kind == "timeout":
         text = (
-            f"{timeout_s:g} s passed while waiting for {whose} at {where}. {place.hang_text()}, or mount "
+            f"{timeout_s:g} s passed while waiting for {whose} at {where}. {place.hang_text}, or mount "
             "with a higher timeout_s"
         )
     elif kind == "directory":
@@ -126,10 +108,6 @@ def cannot_read(
 def warn_once(text: str) -> None:
     """Log a warning, once in this process."""
     logger.warning("%s", text)
-
-
-def closed() -> str:
-    return "the store was closed: mount it again"
 
 
 def _with_errno(text: str, error_number: int | None) -> SampleError:

@@ -15,12 +15,12 @@ import numpy as np
 from penstock.errors import InvalidArgument
 from penstock.options import CACHES
 from penstock.samples import layout
-from penstock.samples.catalog import Catalog, Directory
-from penstock.samples.checks import ENTRIES_AT_ONCE, Numbers
+from penstock.samples.catalog import Catalog, load_all
 from penstock.samples.manifest import Field
 from penstock.samples.order import ORDERS, Mixing, cache_shape, expected_mixing
-from penstock.samples.places import StoreFile, places_of
+from penstock.samples.places import StoreFile
 from penstock.samples.store import Store, mount
+from penstock.samples.verification import ENTRIES_AT_ONCE, Numbers
 from penstock.units import parse_bytes
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -127,15 +127,21 @@ def info(
     if batch < 1:
         raise InvalidArgument(f"batch={batch} is not a number of samples: give 1 or more")
     caches = sorted({parse_bytes(size) for size in cache_bytes})
-    catalog = Catalog([Directory.load(place) for place in places_of(path)])
+    catalog = Catalog(load_all(path))
     manifests = catalog.manifests
     size_bytes = sum(m.size_bytes for m in manifests)
+    stored_bytes = sum(
+        directory.place.size_bytes(layout.MANIFEST)
+        + sum(file.size_bytes for file in directory.manifest.files.values())
+        + directory.manifest.chunks * directory.manifest.chunk_bytes
+        for directory in catalog.directories
+    )
     sizes, edges, long_edges = _sizes(catalog)
     return StoreInfo(
         path=os.fspath(path),
         samples=len(catalog),
         size_bytes=size_bytes,
-        overhead_bytes=sum(map(_stored_bytes, catalog.directories)) - size_bytes,
+        overhead_bytes=stored_bytes - size_bytes,
         chunk_bytes=catalog.chunk_bytes,
         chunks=sum(m.chunks for m in manifests),
         data_files=sum(len(m.data_files) for m in manifests),
@@ -151,13 +157,6 @@ def info(
         source=manifests[0].source,
         metadata=manifests[0].metadata,
     )
-
-
-def _stored_bytes(directory: Directory) -> int:
-    """Of all files."""
-    manifest = directory.manifest
-    listed = sum(file.size_bytes for file in manifest.files.values())
-    return manifest.chunks * manifest.chunk_bytes + listed + directory.place.size_bytes(layout.MANIFEST)
 
 
 def _sizes(catalog: Catalog) -> tuple[Sizes | None, int, int]:
@@ -355,17 +354,15 @@ def _single_reads(store: Store, files: Sequence[StoreFile]) -> Read:
             entries, lengths = directory.located(mine)
             places = zip(entries.data_file.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
             for data_file, offset, length in places:
-                size_bytes += _single_read(files[first + data_file], offset, length)
+                file = files[first + data_file]
+                if (descriptor := file.target.buffered) >= 0:
+                    size_bytes += len(os.pread(descriptor, length, offset))
+                else:
+                    file.read_into(offset, memoryview(bytearray(length)))
+                    size_bytes += length
         return samples, size_bytes
 
     return read
-
-
-def _single_read(file: StoreFile, offset: int, length: int) -> int:
-    if (descriptor := file.target.buffered) >= 0:
-        return len(os.pread(descriptor, length, offset))
-    file.read_into(offset, memoryview(bytearray(length)))
-    return length
 
 
 def _reads(store: Store) -> Read:
@@ -400,9 +397,7 @@ def _data_files(store: Store) -> Iterator[list[StoreFile]]:
     """All data files, opened."""
     with contextlib.ExitStack() as opened:
         yield [
-            opened.enter_context(
-                contextlib.closing(directory.place.open(layout.data_file_name(number), None, ""))
-            )
+            opened.enter_context(contextlib.closing(directory.place.open(layout.data_file_name(number))))
             for directory in store.directories
             for number in range(len(directory.manifest.data_files))
         ]

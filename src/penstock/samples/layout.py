@@ -20,6 +20,8 @@ ANCHORS = "anchors.bin"  # [ceil(samples / ANCHOR_NAMES)] uint64: where every 16
 LOOKUP = "lookup.bin"  # [samples] uint64, then [2 ** lookup_bits(samples) + 1] uint32 or uint64
 LARGE = "large.bin"  # [large samples, 2] uint64: index, length; absent where there are none
 LABELS = "labels.bin"  # [samples] int32: index in the manifest's classes; absent where there are none
+FILES = (DIRECTORY, SUMS, CHUNKS, NAMES, ANCHORS, LOOKUP, LARGE, LABELS)  # as the manifest lists them
+PACKED_FILES = tuple(name for name in FILES if name != LOOKUP)  # that grow while samples are packed
 
 SMALLEST_CHUNK_BYTES = 4096
 LARGEST_CHUNK_BYTES = 1 << 30
@@ -58,6 +60,14 @@ def unpack_entries(entries: Words) -> Entries:
         extent >> one & np.uint64(LARGE_LENGTH),
         extent & one,
     )
+
+
+def pack_entries(
+    data_file: int, keys: Words, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> Words:
+    """[n, 2] uint64: the entries of samples of one data file."""
+    extents = offsets << LENGTH_BITS + 1 | np.minimum(lengths, LARGE_LENGTH) << 1
+    return np.stack([np.uint64(data_file << KEY_BITS) | keys, extents.astype(np.uint64)], axis=1)
 
 
 def text_of(name: bytes) -> str:

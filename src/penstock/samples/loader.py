@@ -112,16 +112,19 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if info is not None and self._has_worker_state and self._loaded is not None:
-            position, replica = self._from_worker_state(worker, workers)
+            position, replica = self._from_worker_state(self._loaded, info.num_workers)
         else:
             position, replica = self._next_position(info)
         if self.pin_memory and info is not None:
             warn_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
-        pins = self.pin_memory and info is None and _can_pin()
         convert = converter(self.store.encoding, *self._functions)
-        iteration = _Iteration(self, position, replica, _pinning(convert) if pins else convert)
+        if self.pin_memory and info is None:
+            if torch.accelerator.is_available():
+                convert = _pinning(convert)
+            else:
+                warn_once("pin_memory=True of a Loader has no effect: there is no accelerator")
+        iteration = _Iteration(self, position, replica, convert)
         self._progress = iteration.progress
         return iteration
 
@@ -137,18 +140,16 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         position = self._begin_of(start).divided(self.store.world * workers, self._slots, workers)
         return position, position.of_rank(self.store.rank)[worker]
 
-    def _from_worker_state(self, worker: int, workers: int) -> tuple[Position, int]:
-        """Of a worker that a StatefulDataLoader told where it stopped."""
-        position, self._has_worker_state = self._loaded, False
-        assert position is not None
+    def _from_worker_state(self, position: Position, workers: int) -> tuple[Position, int]:
+        """Of a worker that has its state from a StatefulDataLoader."""
+        self._has_worker_state = False
         replicas, batch_size = self.store.world * workers, self.batch_size
         found = position.replicas, position.slots, position.batch_size
         if found != (replicas, self._slots, batch_size) or not position.taken:
             raise InvalidArgument(
                 f"the StatefulDataLoader's state is of {position.replicas} replicas, {position.slots} "
                 f"slots, batches of {position.batch_size}; now there are {replicas}, {self._slots} and "
-                f"{batch_size}: "
-                "give it to loader.load_state_dict before the DataLoader is made, not to the DataLoader"
+                f"{batch_size}: give it to loader.load_state_dict before the DataLoader is made, not to it"
             )
         self._epochs.follow(position.of.epoch, workers)
         return position, next(iter(position.taken))
@@ -343,13 +344,6 @@ class SampleDataset(Dataset[Any]):  # type: ignore[misc]
 
 def _pinning(convert: Convert) -> Convert:
     return lambda batch: pinned(convert(batch))
-
-
-def _can_pin() -> bool:
-    if torch.accelerator.is_available():
-        return True
-    warn_once("pin_memory=True of a Loader has no effect: there is no accelerator")
-    return False
 
 
 def _difference(saved: Epoch, mine: Epoch) -> str:

@@ -7,17 +7,21 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.core import files
 from penstock.errors import InvalidFile
 from penstock.samples.layout import MANIFEST
 from penstock.storage.checksum import crc32c
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 AGAIN = "Copy or pack the store again"
 
-_SCHEMA = "penstock.storemanifest/1"
 LARGEST_MANIFEST_BYTES = 256 << 20
 
 
@@ -56,11 +60,23 @@ class Field:
     shape: tuple[int, ...] = ()
 
 
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """A value whose last field, `crc32c`, is of its JSON text with this field 0."""
+
+    def sealed(self) -> Self:
+        """The same, with the right checksum."""
+        blank = replace(self, crc32c=0)
+        return replace(blank, crc32c=crc32c(msgspec.json.encode(blank)))
+
+    def is_sealed(self) -> bool:
+        return self.sealed() == self
+
+
 # The file keeps its earlier names.
 _IN_THE_FILE = {"data_files": "nodes", "partition": "part", "partitions": "parts"}
 
 
-class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
+class StoreManifest(Sealed, frozen=True, kw_only=True, rename=_IN_THE_FILE):
     """A sample store, whole.
 
     samples      how many
@@ -105,11 +121,6 @@ class StoreManifest(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FI
     def chunks(self) -> int:
         return sum(data_file.chunks for data_file in self.data_files)
 
-    def sealed(self) -> StoreManifest:
-        """The same, with the right checksum."""
-        blank = msgspec.structs.replace(self, crc32c=0)
-        return msgspec.structs.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
-
 
 def open_regular(path: Path) -> int:
     """A descriptor of the regular file at ``path``, for reading. Pipes and devices are refused.
@@ -124,11 +135,6 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-class _Document(msgspec.Struct):
-    schema: str
-    value: msgspec.Raw
-
-
 def write_manifest(manifest: StoreManifest, folder: str | os.PathLike[str]) -> None:
     """Make the folder a store: all other files must be there, and durable. Seals the manifest."""
     files.save(manifest.sealed(), Path(folder) / MANIFEST)
@@ -141,26 +147,19 @@ def read_manifest(folder: str | os.PathLike[str]) -> StoreManifest:
     """
     path = Path(folder) / MANIFEST
     with open(open_regular(path), "rb") as file:
-        text = file.read(LARGEST_MANIFEST_BYTES + 1)
-    return decoded_manifest(text, path)
+        return decoded_manifest(file.read(LARGEST_MANIFEST_BYTES + 1), str(path))
 
 
-def decoded_manifest(text: bytes, path: str | os.PathLike[str]) -> StoreManifest:
+def decoded_manifest(text: bytes, path: str) -> StoreManifest:
     """The manifest in a file's bytes; errors call it ``path``. Raises InvalidFile where it is damaged."""
     if len(text) > LARGEST_MANIFEST_BYTES:
         raise InvalidFile(
             f"{path} has more than {LARGEST_MANIFEST_BYTES} bytes: it is not a manifest. {AGAIN}"
         )
     try:
-        document = msgspec.json.decode(text, type=_Document)
-        if document.schema != _SCHEMA:
-            raise InvalidFile(
-                f"{path} holds {document.schema!r}, not {_SCHEMA!r}: use the penstock that wrote it"
-            )
-        manifest = msgspec.json.decode(document.value, type=StoreManifest)
-        sound = manifest.sealed().crc32c == manifest.crc32c
-    except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError) as error:
-        raise InvalidFile(f"{path} is not the manifest of a store: {error}. {AGAIN}") from error
-    if not sound:
+        manifest = files.decoded(StoreManifest, text, path)
+    except InvalidFile as error:
+        raise InvalidFile(f"{error}. {AGAIN}") from error
+    if not manifest.is_sealed():
         raise InvalidFile(f"{path} is damaged: its checksum is wrong. {AGAIN}")
     return manifest

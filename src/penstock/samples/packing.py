@@ -9,22 +9,21 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.options import CHUNK_BYTES
 from penstock.samples import layout
+from penstock.samples.builder import Builder, Pieces
 from penstock.samples.manifest import DataFile, StoreManifest
-from penstock.samples.progress import Recipe, lock_folder
+from penstock.samples.progress import Packing, Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
-from penstock.samples.writing import Mark, Packed, StoreWriter
+from penstock.samples.writing import Packed, StoreWriter
 from penstock.storage.nvme import is_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
@@ -89,7 +88,9 @@ def pack(
     and where two samples have one name.
     """
     described = _check_metadata(metadata)
-    sizes = _check_chunk(chunk_bytes), _check_data_file_bytes(data_file_bytes)
+    chunk_bytes = _size("chunk_bytes", chunk_bytes, layout.SMALLEST_CHUNK_BYTES, layout.LARGEST_CHUNK_BYTES)
+    data_file_bytes = layout.DATA_FILE_BYTES if data_file_bytes is None else data_file_bytes
+    data_file_bytes = _size("data_file_bytes", data_file_bytes, 1, layout.DATA_FILE_BYTES)
     if not 0 <= rank < world or world > 99999:
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
@@ -108,18 +109,19 @@ def pack(
         opened = opened.of_rank(rank, world)
         folder = folder / layout.partition_name(rank, world)
     recipe = Recipe(
-        chunk_bytes=sizes[0],
-        data_file_bytes=sizes[1],
+        chunk_bytes=chunk_bytes,
+        data_file_bytes=data_file_bytes,
+        encoding=opened.encoding,
+        fields=opened.fields,
+        classes=opened.classes,
         partition=rank,
         partitions=world,
-        **{name: getattr(opened, name) for name in _OF_SOURCE},
+        samples=opened.samples,
+        size_bytes=opened.size_bytes,
     )
     return pack_source(
         opened, folder, recipe, metadata=described, resume=resume, overwrite=overwrite, report=progress
     )
-
-
-_OF_SOURCE = ("encoding", "fields", "classes", "samples", "size_bytes")
 
 
 def pack_source(
@@ -151,7 +153,7 @@ class _Packer:
     def __init__(self, source: Source, writer: StoreWriter, rhythm: Rhythm, report: Progress | None) -> None:
         self._source, self._writer, self._rhythm, self._report = source, writer, rhythm, report
         self._recipe = writer.done.recipe
-        self._builder = _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
+        self._builder = Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
         self._size_bytes = 0  # of all samples so far
         self._taken_unwritten = False  # pieces were taken, and are not written
         self._durable_bytes, self._durable_s = 0, time.monotonic()
@@ -214,7 +216,10 @@ class _Packer:
         self._taken_unwritten = True
         pieces = self._builder.take()
         self._check_labels(pieces)
-        mark = Mark(self._builder.samples, self._size_bytes, self._builder.state()) if durable else None
+        mark = None
+        if durable:
+            samples, state = self._builder.samples, self._builder.state()
+            mark = Packing(recipe=self._recipe, samples=samples, size_bytes=self._size_bytes, state=state)
         self._writer.put(pieces, mark)
         self._taken_unwritten = False
 
@@ -222,7 +227,7 @@ class _Packer:
         if self._report is not None:
             self._report(self._builder.samples, self._size_bytes)
 
-    def _check_labels(self, pieces: _native.SamplePieces) -> None:
+    def _check_labels(self, pieces: Pieces) -> None:
         labels = np.frombuffer(pieces[1][layout.LABELS], "<i4")
         classes = len(self._recipe.classes)
         if labels.size and not -1 <= labels.min() <= labels.max() < classes:
@@ -234,59 +239,25 @@ class _Packer:
     def _resumed(self) -> Iterator[RawSample | Block]:
         """What of the source is not packed yet. The builder is brought to where it was."""
         done = self._writer.done
+        packed = Packed(self._writer.folder, done)
+        self._builder = self._restored(done.state)
+        self._size_bytes = self._durable_bytes = done.size_bytes
         names, after = getattr(self._source, "names", None), getattr(self._source, "after", None)
-        with Packed(self._writer.folder, done) as packed:
-            if callable(names) and callable(after):
-                packed.compare_names(names())
-                self._builder = self._restored(done.state)
-                self._size_bytes = done.size_bytes
-                items: Iterator[RawSample | Block] = after(done.samples)
-            else:
-                items = self._compared(packed, done.samples)
-        self._durable_bytes = self._size_bytes
-        return items
+        if callable(names) and callable(after):
+            packed.compare_names(names())
+            rest: Iterator[RawSample | Block] = after(done.samples)
+            return rest
+        return packed.rest_of(iter(self._source))
 
-    def _restored(self, state: bytes) -> _native.SampleBuilder:
+    def _restored(self, state: bytes) -> Builder:
         try:
-            return _native.SampleBuilder(self._recipe.chunk_bytes, self._recipe.data_file_bytes, state)
+            return Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes, state)
         except ValueError as error:
             folder = self._writer.folder
             raise SampleError(
                 f"packing into {folder} was begun by another version of penstock: {error}. "
                 f"Remove {folder}, or pass resume=False to pack it anew"
             ) from error
-
-    def _compared(self, packed: Packed, samples: int) -> Iterator[RawSample | Block]:
-        """Build the first samples anew, compare what comes out, and give the others."""
-        items = iter(self._source)
-        while (left := samples - self._builder.samples) > 0 and (item := next(items, None)) is not None:
-            if isinstance(item, Block) and left < len(item.data_ends):
-                item, rest = _split(item, left)
-                items = chain([rest], items)
-            self._add(item)
-            if self._builder.pending_bytes >= self._rhythm.flush_bytes:
-                packed.compare(self._writer.kept(self._builder.take()))
-                self._report_progress()
-        packed.check_count(self._builder.samples)
-        packed.compare(self._writer.kept(self._builder.take()))
-        return items
-
-
-def _split(block: Block, samples: int) -> tuple[Block, Block]:
-    """The first samples of a block, and the others."""
-    names, name_ends, data, data_ends, labels = block
-    name_end, data_end = int(name_ends[samples - 1]), int(data_ends[samples - 1])
-    one, other = (None, None) if labels is None else (labels[:samples], labels[samples:])
-    return (
-        Block(names[:name_end], name_ends[:samples], data[:data_end], data_ends[:samples], one),
-        Block(
-            names[name_end:],
-            name_ends[samples:] - name_end,
-            data[data_end:],
-            data_ends[samples:] - data_end,
-            other,
-        ),
-    )
 
 
 def _look_for_room(writer: StoreWriter) -> None:
@@ -302,24 +273,12 @@ def _look_for_room(writer: StoreWriter) -> None:
         )
 
 
-def _check_chunk(chunk_bytes: int | str) -> int:
-    size_bytes = parse_bytes(chunk_bytes)
-    smallest, largest = layout.SMALLEST_CHUNK_BYTES, layout.LARGEST_CHUNK_BYTES
-    if size_bytes % smallest or not smallest <= size_bytes <= largest:
-        raise InvalidArgument(
-            f"chunk_bytes={chunk_bytes!r} is not a size for chunks: give a multiple of {smallest} bytes "
-            f"up to {format_bytes(largest)}, such as '256KiB'"
-        )
-    return size_bytes
-
-
-def _check_data_file_bytes(data_file_bytes: int | str | None) -> int:
-    size_bytes = layout.DATA_FILE_BYTES if data_file_bytes is None else parse_bytes(data_file_bytes)
-    if not 1 <= size_bytes <= layout.DATA_FILE_BYTES:
-        largest = format_bytes(layout.DATA_FILE_BYTES)
-        raise InvalidArgument(
-            f"data_file_bytes={data_file_bytes!r} is not a size for data files: give at most {largest}"
-        )
+def _size(name: str, value: int | str, least: int, most: int) -> int:
+    """A size in bytes, a multiple of the smallest."""
+    size_bytes = parse_bytes(value)
+    if size_bytes % least or not least <= size_bytes <= most:
+        some = f"a multiple of {least} bytes up to" if least > 1 else "at most"
+        raise InvalidArgument(f"{name}={value!r} cannot be used: give {some} {format_bytes(most)}")
     return size_bytes
 
 

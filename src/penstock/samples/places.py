@@ -10,19 +10,20 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.failures import cannot_open, disk_failure, open_sized
+from penstock.samples.failures import cannot_open, disk_failure
 from penstock.samples.layout import DIRECTORY, MANIFEST, PARTITION, partition_name
 from penstock.samples.manifest import AGAIN, StoreManifest, open_regular, read_manifest
-from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
-from penstock.storage.files import OpenFile, from_descriptor
+from penstock.storage.checksum import crc32c_at, crc32c_combine
+from penstock.storage.files import from_descriptor
 from penstock.storage.nvme import DEFAULT_TIMEOUT_S, is_url
 from penstock.storage.threads import in_parallel
 
@@ -35,40 +36,6 @@ _library = ctypes.CDLL(None, use_errno=True)
 _library.mmap.restype = ctypes.c_void_p
 _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-
-class LoadedFiles(Mapping[str, Bytes]):
-    """Bytes of files, mapped or read when they are first asked for."""
-
-    def __init__(
-        self, place: Place, manifest: StoreManifest, verify: bool, together: Sequence[str] = ()
-    ) -> None:
-        """together: files of which all are loaded, and verified, when one is asked for."""
-        self._place, self._manifest, self._verify, self._together = place, manifest, verify, together
-        self._loaded: dict[str, Bytes] = {}
-
-    def __getitem__(self, name: str) -> Bytes:
-        if name not in self._loaded:
-            self._manifest.files[name]  # KeyError
-            self.load(self._together if name in self._together else [name])
-        return self._loaded[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._manifest.files)
-
-    def __len__(self) -> int:
-        return len(self._manifest.files)
-
-    def load(self, names: Sequence[str]) -> None:
-        """Load files, and verify them together. Two threads may both do it: a lock could outlive a fork."""
-        fresh = {name: self._load(name) for name in names if name not in self._loaded}
-        if self._verify:
-            check_sums(self._place, self._manifest, fresh)
-        self._loaded |= fresh
-
-    def _load(self, name: str) -> Bytes:
-        wanted_bytes = self._manifest.files[name].size_bytes
-        return self._place.load(name, wanted_bytes, f", which {MANIFEST} names", ahead=self._verify)
 
 
 def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]) -> None:
@@ -95,25 +62,7 @@ def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]
             raise InvalidFile(f"{place.path_of(name)} is damaged: its checksum is wrong. {AGAIN}")
 
 
-def mapped(path: Path, wanted_bytes: int, missing: str, ahead: bool) -> Bytes:
-    """The file's bytes, mapped.
-
-    wanted_bytes  that it must have
-    missing       what its absence means, for the error
-    ahead         all of it will be read soon
-
-    Raises SampleError where it cannot be opened, InvalidFile where it is not there, or not of this size.
-    """
-    descriptor = open_sized(path, wanted_bytes, missing)
-    try:
-        return _map(descriptor, wanted_bytes, ahead)
-    except OSError as error:
-        raise cannot_open(path, error) from error
-    finally:
-        os.close(descriptor)
-
-
-def _map(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
+def _mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
     """The file's bytes. The file is not kept open, as Python's own mapping would: there can be many files."""
     if size_bytes == 0:
         return np.empty(0, np.uint8)
@@ -124,9 +73,7 @@ def _map(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     owner = (ctypes.c_uint8 * size_bytes).from_address(address)
     weakref.finalize(owner, _library.munmap, address, size_bytes).atexit = False
-    data: Bytes = np.frombuffer(memoryview(owner).cast("B"), np.uint8)
-    data.flags.writeable = False
-    return data
+    return np.asarray(memoryview(owner).cast("B").toreadonly())
 
 
 def _populate_pages(address: int, size_bytes: int, path: str) -> None:
@@ -138,8 +85,6 @@ def _populate_pages(address: int, size_bytes: int, path: str) -> None:
 
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
-
-_READ_BYTES = 4 << 20
 
 
 class Target(NamedTuple):
@@ -157,82 +102,83 @@ class Target(NamedTuple):
     begin: int
 
 
-class StoreFile(Protocol):
+class StoreFile(ABC):
     """An open file of a store."""
 
     @property
-    def target(self) -> Target: ...
+    @abstractmethod
+    def target(self) -> Target:
+        """What the native reader reads."""
 
+    @abstractmethod
     def read_into(self, position: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``position`` on, past the page cache where that works.
 
         Raises OSError.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Idempotent."""
 
 
-class Place(Protocol):
+class Place(ABC):
     """Where the files of one store lie; of several partitions, those of one. As text, what `place_of` takes.
 
     name       its last part
     is_remote  on another machine: there is no page cache, and no path
+    hang_text  what it means where a read does not end, and what to do
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_remote(self) -> bool: ...
+    name: str
+    is_remote: bool
+    hang_text: str
 
+    @abstractmethod
     def path_of(self, name: str) -> str:
         """What messages call the file of that name."""
 
+    @abstractmethod
     def manifest(self) -> StoreManifest:
         """Raises SampleError where there is none, or it cannot be read; InvalidFile where it is damaged."""
 
+    @abstractmethod
     def size_bytes(self, name: str) -> int:
         """Of a file. Raises OSError."""
 
-    def sum_of(self, name: str) -> int:
-        """CRC-32C of a file. Raises OSError, InvalidFile."""
-
-    def load(self, name: str, wanted_bytes: int, missing: str, ahead: bool) -> Bytes:
-        """The bytes of a file that must have so many, read-only.
-
-        missing  what its absence means, for the error
-        ahead    all of it will be read soon
+    @abstractmethod
+    def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
+        """The bytes of a file that must have so many, read-only. ``ahead``: all will be read soon.
 
         Raises SampleError where it cannot be read, InvalidFile where it is not there, or not of this size.
         """
 
-    def open(self, name: str, wanted_bytes: int | None, missing: str) -> StoreFile:
+    @abstractmethod
+    def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
         """A file that must have so many bytes, if that is said. Raises as `load`."""
 
+    @abstractmethod
     def read_failure(self, error_number: int) -> tuple[str, str]:
         """Why a read has failed, and what to do."""
 
-    def hang_text(self) -> str:
-        """What it means where a read does not end, and what to do."""
-
     def problems(self) -> Sequence[str]:
         """What is wrong there, apart from the files, in words."""
+        return ()
 
     def close(self) -> None:
         """Let go of what is open, until it is needed again. Idempotent."""
+        return
 
 
-class Folder:
-    """A store in a folder of a file system. Satisfies Place."""
+class Folder(Place):
+    """A store in a folder of a file system."""
 
     is_remote = False
+    hang_text = "The disk hangs or is very slow: look at dmesg"
 
     def __init__(self, path: PathLike) -> None:
         self.path = Path(os.path.abspath(path))  # also after a change of the working directory
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+        self.name = self.path.name
 
     def __str__(self) -> str:
         return str(self.path)
@@ -245,59 +191,56 @@ class Folder:
             manifest = read_manifest(self.path)
         except OSError as error:
             raise _no_store(self.path, error) from error
-        check_partition(manifest, self.path.name, str(self))
+        check_partition(manifest, self.name, str(self))
         return manifest
 
     def size_bytes(self, name: str) -> int:
         return os.path.getsize(self.path / name)
 
-    def sum_of(self, name: str) -> int:
-        crc = 0
-        with open(open_regular(self.path / name), "rb", buffering=0) as file:
-            while block := file.read(_READ_BYTES):
-                crc = crc32c(block, crc)
-        return crc
-
-    def load(self, name: str, wanted_bytes: int, missing: str, ahead: bool) -> Bytes:
-        return mapped(self.path / name, wanted_bytes, missing, ahead)
-
-    def open(self, name: str, wanted_bytes: int | None, missing: str) -> StoreFile:
-        path = self.path / name
-        if wanted_bytes is not None:
-            return _LocalFile(from_descriptor(open_sized(path, wanted_bytes, missing), str(path)))
+    def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
+        descriptor = self._descriptor(name, wanted_bytes)
         try:
-            return _LocalFile(from_descriptor(open_regular(path), str(path)))
+            return _mapped(descriptor, wanted_bytes, ahead)
         except OSError as error:
-            raise cannot_open(path, error) from error
+            raise cannot_open(self.path_of(name), error) from error
+        finally:
+            os.close(descriptor)
+
+    def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
+        return _LocalFile(self._descriptor(name, wanted_bytes), self.path_of(name))
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         return disk_failure(error_number)
 
-    def hang_text(self) -> str:
-        return "The disk hangs or is very slow: look at dmesg"
+    def _descriptor(self, name: str, wanted_bytes: int | None) -> int:
+        path = self.path / name
+        try:
+            descriptor = open_regular(path)
+        except FileNotFoundError as error:
+            raise InvalidFile(f"{path} is missing, which {MANIFEST} names. {AGAIN}") from error
+        except OSError as error:
+            raise cannot_open(path, error) from error
+        try:
+            if wanted_bytes is not None:
+                check_size(str(path), os.fstat(descriptor).st_size, wanted_bytes, AGAIN)
+        except InvalidFile:
+            os.close(descriptor)
+            raise
+        return descriptor
 
-    def problems(self) -> Sequence[str]:
-        return ()
 
-    def close(self) -> None:
-        pass
-
-
-class _LocalFile:
-    """Satisfies StoreFile."""
-
-    def __init__(self, opened: OpenFile) -> None:
-        self._opened = opened
+class _LocalFile(StoreFile):
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._opened = from_descriptor(descriptor, path)
 
     @property
     def target(self) -> Target:
         return Target(*self._opened.file, 0)
 
     def read_into(self, position: int, view: memoryview) -> None:
-        file, end = self._opened.file, position + view.nbytes
-        descriptor = file.buffered
-        if file.direct >= 0 and position % file.alignment_bytes == 0 and end % file.alignment_bytes == 0:
-            descriptor = file.direct
+        buffered, direct, alignment_bytes = self._opened.file
+        is_aligned = position % alignment_bytes == 0 and view.nbytes % alignment_bytes == 0
+        descriptor = direct if direct >= 0 and is_aligned else buffered
         done = 0
         while done < view.nbytes:
             count = os.preadv(descriptor, [view[done:]], position + done)
@@ -319,7 +262,7 @@ def place_of(path: PathLike, timeout_s: float = DEFAULT_TIMEOUT_S) -> Place:
     """
     if not is_url(path):
         return Folder(path)
-    (place, *more) = _remote_places(path, timeout_s)
+    (place, *more) = places_of(path, timeout_s=timeout_s)
     if more:
         raise InvalidArgument(f"{path} has {len(more) + 1} partitions: name one, such as {place}")
     return place
@@ -341,18 +284,13 @@ def places_of(
     if isinstance(path, str | os.PathLike):
         if not is_url(path):
             return [Folder(folder) for folder in _folders_of(Path(path), whole)]
-        return _remote_places(path, timeout_s)
+        from penstock.samples.remote.store import remote_places
+
+        return remote_places(path, timeout_s)
     places = [place for each in path for place in places_of(each, whole, timeout_s)]
     if not places:
         raise InvalidArgument("no store was given: give a path or several")
     return places
-
-
-def _remote_places(url: PathLike, timeout_s: float) -> list[Place]:
-    from penstock.samples.remote.store import RemotePlace, remote_store
-
-    store, partition = remote_store(url, timeout_s)
-    return [RemotePlace(store, partition)] if partition else list(store.places())
 
 
 def partition_names(listed: Sequence[str], where: str) -> list[str]:
@@ -388,6 +326,23 @@ def check_partition(manifest: StoreManifest, name: str, where: str) -> None:
         )
 
 
+def check_whole(where: str, partitions: Sequence[object], missing: Sequence[str], remedy: str) -> None:
+    """Raises SampleError where partitions are missing, by their names."""
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise SampleError(
+            f"{where} is not whole: of its {len(partitions)} partitions, {', '.join(missing[:5])}{more} "
+            f"{'is' if len(missing) == 1 else 'are'} missing or not packed to the end. {remedy}"
+        )
+
+
+def check_size(path: str, size_bytes: int, wanted_bytes: int, remedy: str) -> None:
+    """Raises InvalidFile where a file has another size."""
+    if size_bytes != wanted_bytes:
+        what = "was cut short" if size_bytes < wanted_bytes else "is too long"
+        raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {remedy}")
+
+
 def _folders_of(folder: Path, whole: bool) -> list[Path]:
     if (folder / MANIFEST).exists():
         return [folder]
@@ -400,13 +355,13 @@ def _folders_of(folder: Path, whole: bool) -> list[Path]:
         raise _not_packed(folder, listed)
     if not whole:
         return [partition for partition in folders if (partition / MANIFEST).exists()]
-    if missing := [partition.name for partition in folders if not (partition / MANIFEST).exists()]:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise SampleError(
-            f"{folder} is not whole: of its {len(folders)} partitions, {', '.join(missing[:5])}{more} "
-            f"{'is' if len(missing) == 1 else 'are'} missing or not packed to the end. Run pack again for "
-            "these ranks, or mount a list of the partitions that are there"
-        )
+    missing = [partition.name for partition in folders if not (partition / MANIFEST).exists()]
+    check_whole(
+        str(folder),
+        folders,
+        missing,
+        "Run pack again for these ranks, or mount a list of the partitions that are there",
+    )
     return folders
 
 

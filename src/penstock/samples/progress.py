@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import errno
 import fcntl
 import logging
@@ -12,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,30 +19,19 @@ import msgspec
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples import layout
-from penstock.samples.manifest import Field, FileSum
-from penstock.storage.checksum import crc32c
+from penstock.samples.manifest import Field, FileSum, Sealed
 
 logger = logging.getLogger("penstock")
 
 PROGRESS = "packing.json"
-_NEXT = "packing.next"  # the one that takes its place, until it is durable
-_NEXT_DRAFT = f".{_NEXT}."
 # A file system without locks, or one that locks only what is open for writing.
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-METADATA = (
-    layout.DIRECTORY,
-    layout.SUMS,
-    layout.CHUNKS,
-    layout.NAMES,
-    layout.ANCHORS,
-    layout.LARGE,
-    layout.LABELS,
-)
-_NAMES = {*METADATA, layout.LOOKUP, layout.MANIFEST, PROGRESS, _NEXT}
+_NAMES = {*layout.FILES, layout.MANIFEST, PROGRESS}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _DATA = re.compile(r"data-\d{5}\.bin")
-_DRAFT = re.compile(r"\.(store\.json|packing\.next)\.\d+\.\d+|packing\.next")  # left by a killed process
+# Left by a killed process; those with "next" by one of an earlier version.
+_DRAFT = re.compile(r"\.(store\.json|packing\.(json|next))\.\d+\.\d+|packing\.next")
 
 
 # The file keeps its earlier names.
@@ -68,8 +55,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
     size_bytes: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packing:
+class Packing(Sealed, frozen=True, kw_only=True):
     """A store that is being written: what of it is durable.
 
     samples      that are packed
@@ -82,22 +68,14 @@ class Packing:
     recipe: Recipe
     samples: int = 0
     size_bytes: int = 0
-    files: dict[str, FileSum] = field(default_factory=dict)
+    files: dict[str, FileSum] = msgspec.field(default_factory=dict)
     state: bytes = b""
     crc32c: int = 0
-
-    def sealed(self) -> Packing:
-        """The same, with the right checksum."""
-        blank = dataclasses.replace(self, crc32c=0)
-        return dataclasses.replace(self, crc32c=crc32c(msgspec.json.encode(blank)))
 
 
 def write(packing: Packing, folder: Path) -> None:
     """Make ``packing`` what `read` gives, also after a crash: the files must be durable. Raises OSError."""
-    files.save(packing.sealed(), folder / _NEXT)
-    sync(folder / _NEXT)
-    os.replace(folder / _NEXT, folder / PROGRESS)
-    sync(folder)
+    files.save(packing.sealed(), folder / PROGRESS)
 
 
 def read(folder: Path) -> Packing | None:
@@ -109,7 +87,7 @@ def read(folder: Path) -> Packing | None:
         return None
     except InvalidFile as error:
         raise SampleError(f"{error}. Remove {folder}, or pass resume=False to pack it anew") from error
-    if packing.sealed().crc32c != packing.crc32c:
+    if not packing.is_sealed():
         raise SampleError(
             f"{path} is damaged: its checksum is wrong. Remove {folder}, or pass resume=False to pack it anew"
         )
@@ -194,7 +172,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 def _check_exchange(beside: Path, folder: Path) -> None:
     """Raises SampleError where a store cannot be replaced in one step: before the work, not after it."""
-    probes = [beside / f"{_NEXT_DRAFT}{number}" for number in (0, 1)]
+    probes = [beside / f".{PROGRESS}.{os.getpid()}.{number}" for number in (0, 1)]
     try:
         for probe in probes:
             probe.touch()

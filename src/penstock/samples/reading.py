@@ -15,7 +15,7 @@ from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.machine import available_bytes
 from penstock.samples.catalog import Directory
-from penstock.samples.failures import closed, warn_once
+from penstock.samples.failures import CLOSED, warn_once
 from penstock.samples.layout import data_file_name
 from penstock.samples.order import ORDERS
 from penstock.samples.places import StoreFile
@@ -93,6 +93,7 @@ def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bo
 class Reader:
     """Owns the open data files, the reader of this process, and the epoch in progress.
 
+    feed                 the batches of the epoch in progress
     epochs               how many have begun
     epoch_size           samples of the last one; None: none has begun
     epoch_is_in_parent   this process was forked during an epoch, and has begun none since
@@ -108,17 +109,17 @@ class Reader:
         self._directories, self._options, self._buffers = directories, options, buffers
         self._files: list[list[StoreFile]] = []
         self._lock = threading.Lock()
-        self.current: _native.SampleReader | None = None  # None: before its first use, and after the last
-        self._feed: _native.SampleFeed | None = None  # of the epoch in progress
+        self._reader: _native.SampleReader | None = None  # None: before its first use, and after the last
+        self.feed: _native.SampleFeed | None = None
         self.epochs = 0
         self.epoch_size: int | None = None
-        self.epoch_is_in_parent = False  # this process was forked during it
-        self.is_closed = self._looked_for_io_uring = False
+        self.epoch_is_in_parent = self.is_closed = self._looked_for_io_uring = False
         try:
             for directory in directories:
                 self._files.append([])
-                for data_file in range(len(directory.manifest.data_files)):
-                    self._files[-1].append(_open_data(directory, data_file))
+                for number, data_file in enumerate(directory.manifest.data_files):
+                    wanted_bytes = data_file.chunks * directory.manifest.chunk_bytes
+                    self._files[-1].append(directory.place.open(data_file_name(number), wanted_bytes))
         except BaseException:
             self.close()
             raise
@@ -126,11 +127,13 @@ class Reader:
 
     def reader(self) -> _native.SampleReader:
         """What reads, made at first need: none of its threads survives a fork. SampleError once closed."""
+        if self._reader is not None:  # the usual case
+            return self._reader
         with self._lock:
             if self.is_closed:
-                raise SampleError(closed())
-            if self.current is None:
-                self.current = _native.SampleReader(
+                raise SampleError(CLOSED)
+            if self._reader is None:
+                self._reader = _native.SampleReader(
                     [self._partition(number) for number in range(len(self._directories))],
                     buffers=self._buffers,
                     direct=self.io_path.io == "direct",
@@ -138,32 +141,23 @@ class Reader:
                     copy_threads=_copy_threads(self._options.copy_threads),
                     depth=_DEPTH,
                 )
-            return self.current
+            return self._reader
 
     def begin(self, order: _native.SampleOrder, ahead: int) -> None:
         """Begin an epoch; the one before ends. Raises SampleError or SampleFailure once closed."""
         reader, size = self.reader(), order.size
-        feed, self._feed = self._feed, None
+        feed, self.feed = self.feed, None
         if feed is not None:
             feed.close()
-        self._feed = reader.feed(
-            order, ahead, self._options.prefetch_bytes, self._options.on_damage == "skip"
-        )
+        self.feed = reader.feed(order, ahead, self._options.prefetch_bytes, self._options.on_damage == "skip")
         self.epoch_size, self.epoch_is_in_parent = size, False
         self.epochs += 1
 
-    @property
-    def feed(self) -> _native.SampleFeed | None:
-        """The batches of the epoch in progress."""
-        return self._feed
-
     def warn_without_io_uring(self) -> None:
         """After a read: log once if it had to do without io_uring."""
-        if self._looked_for_io_uring:
-            return
+        reader, looked = self._reader, self._looked_for_io_uring
         self._looked_for_io_uring = True
-        reader = self.current
-        if reader is not None and reader.counters()["io_uring"] == 0:
+        if not looked and reader is not None and reader.counters()["io_uring"] == 0:
             warn_once(
                 "io_uring is refused here, as containers often do: threads read samples by plain reads, "
                 "which costs some speed. A seccomp profile that allows io_uring helps."
@@ -172,16 +166,16 @@ class Reader:
     def after_fork(self) -> None:
         """In a forked child: the files are shared; the parent's reader, and its feed, are its own."""
         self._lock = threading.Lock()
-        _inherited.append((self.current, self._feed))
-        self.epoch_is_in_parent = self.epoch_is_in_parent or self._feed is not None
-        self.current = self._feed = None
+        _inherited.append((self._reader, self.feed))
+        self.epoch_is_in_parent = self.epoch_is_in_parent or self.feed is not None
+        self._reader = self.feed = None
 
     def close(self) -> None:
         """Close all files and release all memory. Idempotent."""
         with self._lock:
             self.is_closed = True
-            reader, feed = self.current, self._feed
-            self.current = self._feed = None
+            reader, feed = self._reader, self.feed
+            self._reader = self.feed = None
             if feed is not None:
                 feed.close()
             if reader is not None and not reader.close(_CLOSE_TIMEOUT_S):
@@ -224,8 +218,3 @@ def _copy_threads(wanted: int | None) -> int:
         return wanted
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 0 if cores <= 2 else min(_MOST_COPY_THREADS, cores // 2)
-
-
-def _open_data(directory: Directory, data_file: int) -> StoreFile:
-    wanted_bytes = directory.manifest.data_files[data_file].chunks * directory.manifest.chunk_bytes
-    return directory.place.open(data_file_name(data_file), wanted_bytes, ": samples are in it")

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -22,26 +22,16 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.core.tables import html_table
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.catalog import Catalog, Directory, Key, Keys, Labels, identity_of
+from penstock.samples.catalog import Catalog, Directory, Key, Keys, Labels, identity_of, load_all
 from penstock.samples.encoding import Decoder
-from penstock.samples.failures import Failure, cannot_read, closed
+from penstock.samples.failures import CLOSED, Failure, cannot_read
 from penstock.samples.layout import buffer_bytes
-from penstock.samples.manifest import Field
 from penstock.samples.order import CacheShape, Segment, cache_shape
-from penstock.samples.places import PathLike, places_of
+from penstock.samples.places import PathLike
 from penstock.samples.reading import Options, Reader
 from penstock.units import format_bytes, parse_bytes
 
 SHOWN = 10  # samples of a batch, in a notebook
-
-
-class Origin(Protocol):
-    """What a batch asks when more than bytes is wanted of it: the store that it was read from."""
-
-    @property
-    def decoder(self) -> Decoder: ...
-    def labels_of(self, indices: npt.NDArray[np.int64]) -> Labels | None: ...
-    def names_of(self, indices: npt.NDArray[np.int64]) -> list[str]: ...
 
 
 class Batch:
@@ -62,7 +52,7 @@ class Batch:
         indices: npt.NDArray[np.int64],
         data: npt.NDArray[np.uint8],
         offsets: npt.NDArray[np.int64],
-        origin: Origin,
+        origin: Catalog | _BatchOrigin,
     ) -> None:
         self.indices, self.data, self.offsets, self._origin = indices, data, offsets, origin
 
@@ -119,12 +109,11 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes the batch, not the store."""
-        decoder = self._origin.decoder
-        carried = self.labels, self.names(), decoder.encoding, decoder.fields
-        return _received, (self.indices, self.data, self.offsets, *carried)
+        origin = _BatchOrigin(self.indices, self.labels, self.names(), self._origin.decoder)
+        return Batch, (self.indices, self.data, self.offsets, origin)
 
 
-class _Carried:
+class _BatchOrigin:
     """What a batch from another process knows: of its own samples only."""
 
     def __init__(
@@ -142,18 +131,6 @@ class _Carried:
 
     def _at(self, indices: npt.NDArray[np.int64]) -> list[int]:
         return [self._places[index] for index in indices.tolist()]
-
-
-def _received(
-    indices: npt.NDArray[np.int64],
-    data: npt.NDArray[np.uint8],
-    offsets: npt.NDArray[np.int64],
-    labels: Labels | None,
-    names: list[str],
-    encoding: str,
-    fields: tuple[Field, ...],
-) -> Batch:
-    return Batch(indices, data, offsets, _Carried(indices, labels, names, Decoder(encoding, fields)))
 
 
 logger = logging.getLogger("penstock")
@@ -214,7 +191,7 @@ def mount(
         copy_threads=copy_threads,
     )
     if group is None:
-        directories = [Directory.load(place, verify) for place in places_of(path, timeout_s=timeout_s)]
+        directories = load_all(path, verify, timeout_s)
     return Store(directories, options)
 
 
@@ -255,7 +232,7 @@ class Store(Catalog):
 
     def counters(self) -> dict[str, int]:
         """What this process has read so far."""
-        return self._reader().counters()
+        return self._reading.reader().counters()
 
     # Reading one, or some
 
@@ -263,7 +240,7 @@ class Store(Catalog):
         """The bytes of a sample, by name or index. Raises SampleError where it is damaged."""
         index = self.index(key)
         try:
-            return self._reader().read(index, self._options.timeout_s)
+            return self._reading.reader().read(index, self._options.timeout_s)
         except _native.SampleFailure as failure:
             raise self._error(failure) from None
 
@@ -274,7 +251,7 @@ class Store(Catalog):
         """
         indices = self.indices(keys)
         try:
-            return Batch(*self._reader().gather(indices, self._options.timeout_s), self)
+            return Batch(*self._reading.reader().gather(indices, self._options.timeout_s), self)
         except _native.SampleFailure as failure:
             raise self._error(failure) from None
 
@@ -351,9 +328,8 @@ class Store(Catalog):
             raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
         with self._turn:
             feed = self._reading.feed or self._begin()
-            batch = self._bread(feed, n)
-            while batch is not None and not len(batch[0]):  # all of it was damaged
-                batch = self._bread(feed, n)
+            while (batch := self._bread(feed, n)) is not None and not len(batch[0]):
+                pass  # all of it was damaged
             self._reading.warn_without_io_uring()
         return None if batch is None else Batch(*batch, self)
 
@@ -396,9 +372,6 @@ class Store(Catalog):
         more = f" and {len(self.directories) - 1} more" if len(self.directories) > 1 else ""
         return f"Store({str(place)!r}{more}: {self._samples} samples, order={self.order!r})"
 
-    def _reader(self) -> _native.SampleReader:
-        return self._reading.current or self._reading.reader()
-
     def _bread(self, feed: _native.SampleFeed, n: int) -> tuple[Any, Any, Any] | None:
         try:
             batch = feed.bread(n, self._options.timeout_s)
@@ -410,14 +383,14 @@ class Store(Catalog):
         return batch
 
     def _begin(self) -> _native.SampleFeed:
-        self._reader()  # SampleError where it was closed
+        self._reading.reader()  # SampleError where it was closed
         if self._reading.epoch_is_in_parent:
             raise InvalidArgument(
                 "this process was forked during an epoch, which goes on in its parent: call sequence()"
             )
         self.sequence()
         if self._reading.feed is None:  # closed meanwhile
-            raise SampleError(closed())
+            raise SampleError(CLOSED)
         return self._reading.feed
 
     def _error(self, failure: _native.SampleFailure) -> SampleError:
@@ -443,15 +416,9 @@ class Store(Catalog):
             )
         self._damaged.update(skipped)
 
-    def _after_fork(self) -> None:
-        self._turn = threading.RLock()
-        self._reading.after_fork()
-
 
 def _remount(places: Sequence[str], identity: str, options: Options) -> Store:
-    directories = [
-        Directory.load(place, options.verify) for place in places_of(places, timeout_s=options.timeout_s)
-    ]
+    directories = load_all(places, options.verify, options.timeout_s)
     if identity_of([directory.manifest for directory in directories]) != identity:
         raise SampleError(
             f"{places[0]} holds other samples than when it was mounted in the process that sent it here: "
@@ -465,7 +432,8 @@ _mounted: weakref.WeakSet[Store] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for store in list(_mounted):
-        store._after_fork()
+        store._turn = threading.RLock()
+        store._reading.after_fork()
 
 
 if hasattr(os, "register_at_fork"):

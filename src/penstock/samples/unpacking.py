@@ -5,11 +5,12 @@ Names come from whoever packed the store: none may lead out of the folder they a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote_from_bytes
@@ -30,6 +31,8 @@ Bytes: TypeAlias = "bytes | bytearray | memoryview"
 BATCH_BYTES = 32 << 20
 BATCH_SAMPLES = 4096
 LARGEST_PART_BYTES = 255  # of a path, on Linux file systems
+
+Wanted: TypeAlias = "range | npt.NDArray[np.int64]"  # all samples, or some
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,7 +68,7 @@ def unpack(
     if is_url(dest):
         raise InvalidArgument(f"{dest} is not a local folder: samples are unpacked to one")
     with mount(path, order="full") as store:
-        indices = None if names is None else store.indices(names)
+        indices = range(len(store)) if names is None else store.indices(names)
         _check_names(store, indices, flat)
         writer = _Writer(Path(dest), overwrite)
         fields = store.encoding != "raw"
@@ -87,19 +90,21 @@ def unpack(
     return written
 
 
-def _batches(store: Store, indices: npt.NDArray[np.int64] | None) -> Iterator[npt.NDArray[np.int64]]:
+def _batches(store: Store, indices: Wanted) -> Iterator[npt.NDArray[np.int64]]:
     """All indices in order, in batches that fit in memory: one sample at least."""
-    total = len(store) if indices is None else len(indices)
     left_bytes = sum(manifest.size_bytes for manifest in store.manifests)
-    for begin in range(0, total, BATCH_SAMPLES):
-        end = min(begin + BATCH_SAMPLES, total)
-        block = np.arange(begin, end, dtype=np.int64) if indices is None else indices[begin:end]
+    for block in _blocks(indices):
         sizes = store.sizes(block)
-        left_bytes -= int(sizes.sum()) if indices is None else 0
+        left_bytes -= int(sizes.sum()) if isinstance(indices, range) else 0
         if left_bytes < 0:
             raise InvalidFile(f"{DIRECTORY} gives samples more bytes than the store has. {AGAIN}")
         cuts = np.cumsum(sizes) // BATCH_BYTES
         yield from np.split(block, np.flatnonzero(np.diff(cuts)) + 1)
+
+
+def _blocks(indices: Wanted) -> Iterator[npt.NDArray[np.int64]]:
+    for begin in range(0, len(indices), BATCH_SAMPLES):
+        yield np.asarray(indices[begin : begin + BATCH_SAMPLES], np.int64)
 
 
 def _place(name: str, flat: bool) -> tuple[bytes, ...]:
@@ -111,29 +116,26 @@ def _place(name: str, flat: bool) -> tuple[bytes, ...]:
     return (quoted.replace(b".", b"%2E") if quoted in (b".", b"..") else quoted,)
 
 
-def _check_names(store: Store, indices: npt.NDArray[np.int64] | None, flat: bool) -> None:
+def _check_names(store: Store, indices: Wanted, flat: bool) -> None:
     """Raises SampleError for a name that can be no file's, or that is also the folder of another."""
+
+    def places() -> Iterator[tuple[str, tuple[bytes, ...]]]:
+        for block in _blocks(indices):
+            for name in store.names_of(block):
+                yield name, _place(name, flat)
+
+    def refused(name: str, reason: str) -> SampleError:
+        return SampleError(f"sample {name!r} {reason}: nothing was written. Unpack with flat names (--flat)")
+
     folders: set[tuple[bytes, ...]] = set()
-    for name in _names(store, indices):
-        place = _place(name, flat)
+    for name, place in places():
         if reason := _refusal(place):
-            raise SampleError(
-                f"sample {name!r} {reason}: nothing was written. Unpack with flat names (--flat)"
-            )
+            raise refused(name, reason)
         if len(place) > 1 and place[:-1] not in folders:
             folders.update(place[:length] for length in range(1, len(place)))
-    if not folders:
-        return
-    for name in _names(store, indices):
-        if _place(name, flat) in folders:
-            raise SampleError(
-                f"sample {name!r} would be a file, and also the folder of others: nothing was written. "
-                "Unpack with flat names (--flat)"
-            )
-
-
-def _names(store: Store, indices: npt.NDArray[np.int64] | None) -> Iterable[str]:
-    return iter(store.names()) if indices is None else map(store.name, indices.tolist())
+    for name, place in places() if folders else ():
+        if place in folders:
+            raise refused(name, "would be a file, and also the folder of others")
 
 
 def _refusal(place: tuple[bytes, ...]) -> str | None:
@@ -158,7 +160,8 @@ class _Writer:
             self._root = os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise SampleError(f"{dest} cannot be written to: {error.strerror}") from error
-        self._open: tuple[tuple[bytes, ...], int] | None = None
+        self._folder: tuple[bytes, ...] = ()  # the last one
+        self._descriptor = self._root
 
     def close(self) -> None:
         self._leave()
@@ -205,8 +208,10 @@ class _Writer:
                     view = view[os.write(draft, view) :]
             finally:
                 os.close(draft)
-            if not self._overwrite and _exists(place[-1], folder):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            if not self._overwrite:
+                with contextlib.suppress(FileNotFoundError):
+                    os.stat(place[-1], dir_fd=folder, follow_symlinks=False)
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             os.rename(self._draft, place[-1], src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             os.unlink(self._draft, dir_fd=folder)
@@ -214,10 +219,8 @@ class _Writer:
 
     def _enter(self, folder: tuple[bytes, ...]) -> int:
         """A descriptor of the folder, which is made where missing."""
-        if not folder:
-            return self._root
-        if self._open is not None and self._open[0] == folder:
-            return self._open[1]
+        if self._folder == folder:
+            return self._descriptor
         self._leave()
         descriptor = os.dup(self._root)
         try:
@@ -232,21 +235,13 @@ class _Writer:
         except BaseException:
             os.close(descriptor)
             raise
-        self._open = folder, descriptor
+        self._folder, self._descriptor = folder, descriptor
         return descriptor
 
     def _leave(self) -> None:
-        if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
-
-
-def _exists(name: bytes, folder: int) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
+        if self._descriptor != self._root:
+            os.close(self._descriptor)
+        self._folder, self._descriptor = (), self._root
 
 
 def _failure(path: Path, error: OSError) -> SampleError:

@@ -11,23 +11,28 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import shutil
-import struct
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitedTooLong
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from penstock import _native
 from penstock.errors import SampleError
 from penstock.samples import layout, progress
+from penstock.samples.builder import Pieces, joined, lookup_of, with_lengths
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
-from penstock.samples.progress import METADATA, Packing
+from penstock.samples.places import Folder
+from penstock.samples.progress import Packing
+from penstock.samples.sources.source import Block, RawSample, as_block
+from penstock.samples.threads import DaemonThreads
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, format_bytes_up
 
@@ -45,110 +50,108 @@ class Background:
     """
 
     def __init__(self, what: str, waiting: int, stuck_s: float = STUCK_S) -> None:
-        self._what, self._stuck_s = what, stuck_s
-        self._queue: queue.Queue[Callable[[], None] | threading.Event | None] = queue.Queue(waiting)
+        self._what, self._most_waiting, self._stuck_s = what, waiting, stuck_s
+        self._thread = DaemonThreads("penstock-pack")
+        self._waiting: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="penstock-pack", daemon=True)
-        self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
         """Have it done. Raises what earlier work raised, SampleError where that is stuck."""
+        self._wait(self._most_waiting)
         self._check()
-        self._put(work)
+        self._waiting.append(self._thread.submit(self._do, work))
 
     def drain(self) -> None:
         """Wait until all is done. Raises as `put` does."""
-        reached = threading.Event()
-        self._put(reached)
-        if not reached.wait(self._stuck_s):
-            raise self._stuck()
+        self._wait(0)
         self._check()
 
     def close(self) -> None:
         """Let what waits be done, and end the thread. Raises nothing. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            try:
-                self._put(None)
-            except SampleError as error:
-                logger.warning("%s", error)
-                return
-        self._thread.join(self._stuck_s)
-
-    def _put(self, item: Callable[[], None] | threading.Event | None) -> None:
         try:
-            self._queue.put(item, timeout=self._stuck_s)
-        except queue.Full:
-            raise self._stuck() from None
+            self._wait(0)
+        except SampleError as error:
+            logger.warning("%s", error)
+        self._thread.close()
+
+    def _wait(self, most: int) -> None:
+        while len(self._waiting) > most:
+            try:
+                self._waiting[0].result(self._stuck_s)
+            except WaitedTooLong:
+                raise SampleError(
+                    f"{self._what} has made no progress for {self._stuck_s:.0f} s: look after the disk"
+                ) from None
+            self._waiting.popleft()
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _stuck(self) -> SampleError:
-        return SampleError(
-            f"{self._what} has made no progress for {self._stuck_s:.0f} s: look after the disk"
-        )
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            elif self._failure is None:
-                try:
-                    item()
-                except BaseException as error:  # it is raised where the work came from
-                    self._failure = error
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                work()
+            except BaseException as error:  # it is raised where the work came from
+                self._failure = error
 
 
 _NAMES_AT_ONCE = 4096
-_SAMPLE_BYTES = {
-    layout.DIRECTORY: 16,
-    layout.SUMS: 4,
-    layout.LABELS: 4,
-}  # in files that have so many for each
 
 
 class Packed:
-    """The files of an interrupted packing, read from the start. A context manager.
+    """The samples of an interrupted packing, in order.
 
-    Its functions raise SampleError where the source gives something else.
+    Its functions raise SampleError where the source gives others.
     """
 
     def __init__(self, folder: Path, done: Packing) -> None:
         self._folder, self._done = folder, done
-        self._open: dict[str, int] = {}
-        self._at: dict[str, int] = {}  # how far each file was read
-
-    def compare(self, pieces: Iterable[tuple[str, bytes]]) -> None:
-        """What was made of the next samples of the source, by file."""
-        for name, made in pieces:
-            begin = self._at.get(name, 0)
-            had = self._read(name, len(made))
-            if had != made:
-                if name not in _SAMPLE_BYTES:
-                    raise self._changed("")
-                sample = (begin + _first_difference(had, made)) // _SAMPLE_BYTES[name]
-                raise self._changed(f": sample {sample} is another now")
+        files = {
+            name: Folder(folder).load(name, done.files[name].size_bytes)
+            for name in (layout.NAMES, layout.SUMS, layout.LABELS)
+            if name in done.files
+        }
+        self._names, self._sums = files[layout.NAMES], files[layout.SUMS].view("<u4")
+        self._labels = files[layout.LABELS].view("<i4") if layout.LABELS in files else None
+        self._compared = self._compared_bytes = 0  # samples, and bytes of their names
 
     def compare_names(self, names: Iterable[str]) -> None:
         """All names of the source, of which those that are packed are looked at."""
         packed = islice(names, self._done.samples)
-        count = 0
-        while part := [layout.bytes_of(name) for name in islice(packed, _NAMES_AT_ONCE)]:
-            made = b"".join([struct.pack("<H", len(name) & 0xFFFF) + name for name in part])
-            if self._read(layout.NAMES, len(made)) != made:
-                raise self._changed(
-                    f": one of the samples {count} to {count + len(part) - 1} has another name"
-                )
-            count += len(part)
-        self.check_count(count)
+        while part := tuple(layout.bytes_of(name) for name in islice(packed, _NAMES_AT_ONCE)):
+            self._compare_names(*joined(part))
+        self._check_count()
 
-    def check_count(self, samples: int) -> None:
-        """The source ended after so many, or has given what is packed."""
-        if samples < self._done.samples:
-            raise self._changed(f": it has {samples} samples, and {self._done.samples} were packed")
+    def rest_of(self, items: Iterator[RawSample | Block]) -> Iterator[RawSample | Block]:
+        """What of the source comes after the packed samples, with which the first ones are compared."""
+        while (left := self._done.samples - self._compared) and (item := next(items, None)) is not None:
+            block = item if isinstance(item, Block) else as_block(item)
+            count = len(block.data_ends)
+            if count > left:
+                items = chain([block.part(left, count)], items)
+                block, count = block.part(0, left), left
+            now = slice(self._compared, self._compared + count)
+            is_other = _native.sample_sums(block.data.ctypes.data, block.data_ends) != self._sums[now]
+            if self._labels is not None:
+                is_other |= self._labels[now] != (-1 if block.labels is None else block.labels)
+            self._compare_names(block.names, block.name_ends)
+            if is_other.any():
+                raise self._changed(f": sample {now.start + int(is_other.argmax())} is another now")
+        self._check_count()
+        return items
+
+    def _compare_names(self, names: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        made, first = with_lengths(names, ends), self._compared
+        end = self._compared_bytes + len(made)
+        self._compared += len(ends)
+        if not np.array_equal(self._names[self._compared_bytes : end], made):
+            raise self._changed(f": one of the samples {first} to {self._compared - 1} has another name")
+        self._compared_bytes = end
+
+    def _check_count(self) -> None:
+        if self._compared < self._done.samples:
+            raise self._changed(f": it has {self._compared} samples, and {self._done.samples} were packed")
 
     def _changed(self, how: str) -> SampleError:
         return SampleError(
@@ -156,50 +159,9 @@ class Packed:
             f"Remove {self._folder}, or pass resume=False to pack it anew"
         )
 
-    def _read(self, name: str, size_bytes: int) -> bytes:
-        """The next bytes of a file, fewer where what is good of it ends."""
-        good = self._done.files.get(name)
-        begin = self._at.get(name, 0)
-        size_bytes = min(size_bytes, good.size_bytes - begin if good else 0)
-        if size_bytes == 0:
-            return b""
-        try:
-            if name not in self._open:
-                self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            data = os.pread(self._open[name], size_bytes, begin)  # all of it: the folder is ours
-        except OSError as error:
-            raise SampleError(f"cannot read {self._folder / name}: {error.strerror}") from error
-        self._at[name] = begin + size_bytes
-        return data
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def __enter__(self) -> Packed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _first_difference(one: bytes, other: bytes) -> int:
-    """Where the first byte differs, or the shorter ends."""
-    shared = min(len(one), len(other))
-    differs = np.frombuffer(one, np.uint8)[:shared] != np.frombuffer(other, np.uint8)[:shared]
-    return int(differs.argmax()) if differs.any() else shared
-
 
 _WAITING = 2  # pieces that wait to be written while others are built
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Mark(NamedTuple):
-    """How far packing had come when pieces were taken, and what a builder needs to go on from there."""
-
-    samples: int
-    size_bytes: int
-    state: bytes
 
 
 class StoreWriter:
@@ -214,18 +176,16 @@ class StoreWriter:
     def __init__(self, folder: Path, done: Packing) -> None:
         self.folder = folder
         self.done = done
-        self._kept = [name for name in METADATA if name != layout.LABELS or done.recipe.classes]
+        self._kept = [name for name in layout.PACKED_FILES if name != layout.LABELS or done.recipe.classes]
         self._files = _Files(folder, done)
         self._thread = Background(f"writing to {folder}", _WAITING)
 
-    def put(self, pieces: _native.SamplePieces, mark: Mark | None = None) -> None:
-        """Append the pieces; with a mark, then make everything durable. Waits where much is unwritten."""
-        self._thread.put(lambda: self._write(pieces, mark))
+    def put(self, pieces: Pieces, mark: Packing | None = None) -> None:
+        """Append the pieces. Waits where much is unwritten.
 
-    def kept(self, pieces: _native.SamplePieces) -> Iterator[tuple[str, bytes]]:
-        """What of the pieces belongs into which file, data files excepted."""
-        for name in self._kept:
-            yield name, pieces[1][name]
+        mark   how far packing had come when they were taken: then everything is made durable
+        """
+        self._thread.put(lambda: self._write(pieces, mark))
 
     def finish(self, data_files: tuple[DataFile, ...], **described: Any) -> StoreManifest:
         """After the last pieces: the lookup, and the manifest, which makes the folder a store.
@@ -250,42 +210,55 @@ class StoreWriter:
 
     # From here on: in the thread.
 
-    def _write(self, pieces: _native.SamplePieces, mark: Mark | None) -> None:
+    def _write(self, pieces: Pieces, mark: Packing | None) -> None:
         with _explained(self.folder, self.done):
             for data_file, data in pieces[0]:
                 self._files.append_data(data_file, data)
-            for name, part in self.kept(pieces):
-                self._files.append(name, part)
+            for name in self._kept:
+                self._files.append(name, pieces[1][name])
             if mark is None:
                 return
             self._files.sync()
-            done = Packing(recipe=self.done.recipe, **mark._asdict(), files=self._files.sums())
+            done = replace(mark, files=self._files.sums())
             progress.write(done, self.folder)
             self.done = done
 
     def _finish(self, data_files: tuple[DataFile, ...], described: dict[str, Any]) -> StoreManifest:
         with _explained(self.folder, self.done):
-            self._files.append(layout.LOOKUP, _lookup(self.folder).data)
+            self._files.append(layout.LOOKUP, self._lookup().data)
             self._files.sync()
             sums, recipe = self._files.sums(), self.done.recipe
-            described |= {name: getattr(recipe, name) for name in _DESCRIBED}
             made = StoreManifest(
                 samples=sum(data_file.samples for data_file in data_files),
+                chunk_bytes=recipe.chunk_bytes,
                 data_files=data_files,
-                files={name: sums[name] for name in _SUMMED if name in sums},
+                files={name: sums[name] for name in layout.FILES if name in sums},
+                encoding=recipe.encoding,
+                fields=recipe.fields,
+                classes=recipe.classes,
+                partition=recipe.partition,
+                partitions=recipe.partitions,
                 **described,
             ).sealed()
-            progress.sync(self.folder)
             write_manifest(made, self.folder)
-            progress.sync(self.folder / layout.MANIFEST)
-            progress.sync(self.folder)
             (self.folder / progress.PROGRESS).unlink()
             progress.sync(self.folder)
             return made
 
-
-_SUMMED = (*METADATA[:-2], layout.LOOKUP, layout.LARGE, layout.LABELS)  # in the manifest's order
-_DESCRIBED = ("chunk_bytes", "encoding", "fields", "classes", "partition", "partitions")
+    def _lookup(self) -> npt.NDArray[np.uint8]:
+        """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
+        place, sums = Folder(self.folder), self._files.sums()
+        directory, names, anchors = (
+            place.load(name, sums[name].size_bytes)
+            for name in (layout.DIRECTORY, layout.NAMES, layout.ANCHORS)
+        )
+        lookup, twins = lookup_of(directory.view(np.uint64).reshape(-1, 2), names, anchors.view(np.uint64))
+        if twins is not None:
+            raise SampleError(
+                f"samples {twins[0]} and {twins[1]} have one name, {twins[2]!r}: give each sample a name of "
+                f"its own, remove {self.folder} and pack again"
+            )
+        return lookup
 
 
 class _Files:
@@ -339,27 +312,6 @@ class _Files:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _lookup(folder: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
-    directory = mapped(folder / layout.DIRECTORY, np.uint64).reshape(-1, 2)
-    names, anchors = mapped(folder / layout.NAMES, np.uint8), mapped(folder / layout.ANCHORS, np.uint64)
-    lookup, twice = _native.sample_lookup(directory, names, anchors)
-    if twice is None:
-        return lookup
-    name = _native.SampleNames(directory, names, anchors, lookup).name(twice[0])
-    raise SampleError(
-        f"samples {twice[0]} and {twice[1]} have one name, {name.decode('utf-8', 'backslashreplace')!r}: "
-        f"give each sample a name of its own, remove {folder} and pack again"
-    )
-
-
-def mapped(path: Path, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """The file as an array that cannot be written."""
-    if path.stat().st_size == 0:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
 @contextlib.contextmanager

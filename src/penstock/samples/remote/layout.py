@@ -30,7 +30,7 @@ END_ALIGNMENT_BYTES = 64 << 10  # the largest block that a namespace has
 EXTENT_BYTES = 16 << 20  # what is written, and noted as written, at once
 LARGEST_EXTENT_BYTES = 1 << 30
 MOST_FILES = 1 << 20
-AGAIN = "Upload the store again, with force"
+AGAIN = "Upload the store again, with overwrite=True (--overwrite)"
 
 _UPLOADING, _COMPLETE = 1, 2
 _SUPERBLOCK = struct.Struct("<16sIIQ16s16sQQQQIIQQI")
@@ -40,20 +40,8 @@ _RECORD = np.dtype(
 )
 _DONE = struct.Struct("<QII")  # of an extent: its number plus one, its CRC-32C, and one over these
 PROGRESS_RECORD_BYTES = _DONE.size
-_METADATA = (
-    layout.MANIFEST,
-    layout.DIRECTORY,
-    layout.SUMS,
-    layout.CHUNKS,
-    layout.NAMES,
-    layout.ANCHORS,
-    layout.LOOKUP,
-    layout.LARGE,
-    layout.LABELS,
-)
-_NAME = re.compile(
-    rf"(?:({layout.PARTITION.pattern})/)?({'|'.join(map(re.escape, _METADATA))}|data-\d{{5}}\.bin)", re.ASCII
-)
+_FILES = "|".join(map(re.escape, (layout.MANIFEST, *layout.FILES)))
+_NAME = re.compile(rf"(?:({layout.PARTITION.pattern})/)?({_FILES}|data-\d{{5}}\.bin)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,52 +110,39 @@ class Extent(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class UploadPlan:
-    """Where an upload puts everything. A function of the files' names and sizes alone.
+class UploadPlan(NamedTuple):
+    """Where an upload puts everything.
 
+    superblock  as the upload begins
     files       in the order of the table
-    extents     how many there are
     """
 
+    superblock: Superblock
     files: tuple[StoredFile, ...]
-    table_offset: int
-    table_bytes: int
-    progress_offset: int
-    progress_bytes: int
-    used_bytes: int
-    extents: int
-    extent_bytes: int
+
+    @property
+    def extents(self) -> int:
+        """How many there are."""
+        return self.superblock.progress_bytes // PROGRESS_RECORD_BYTES
 
     def each_extent(self) -> Iterator[Extent]:
         """All extents, by number. Files of no bytes have none."""
-        number = 0
+        number, step = 0, self.superblock.extent_bytes
         for index, file in enumerate(self.files):
-            for begin in range(0, file.size_bytes, self.extent_bytes):
-                size_bytes = min(self.extent_bytes, file.size_bytes - begin)
+            for begin in range(0, file.size_bytes, step):
+                size_bytes = min(step, file.size_bytes - begin)
                 yield Extent(number, index, begin, size_bytes, file.offset + begin)
                 number += 1
 
-    def superblock(self, upload_id: bytes, store_id: bytes, namespace_bytes: int) -> Superblock:
-        """Of the upload, as it begins."""
-        return Superblock(
-            generation=1,
-            complete=False,
-            upload_id=upload_id,
-            store_id=store_id,
-            namespace_bytes=namespace_bytes,
-            used_bytes=self.used_bytes,
-            table_offset=self.table_offset,
-            table_bytes=self.table_bytes,
-            table_crc32c=0,
-            files=len(self.files),
-            progress_offset=self.progress_offset,
-            progress_bytes=self.progress_bytes,
-            extent_bytes=self.extent_bytes,
-        )
 
-
-def plan_upload(sizes: Mapping[str, int], extent_bytes: int = EXTENT_BYTES) -> UploadPlan:
+def plan_upload(
+    sizes: Mapping[str, int],
+    *,
+    upload_id: bytes = bytes(16),
+    store_id: bytes = bytes(16),
+    namespace_bytes: int = 0,
+    extent_bytes: int = EXTENT_BYTES,
+) -> UploadPlan:
     """Where the files go. ``sizes``: of each file, by name, in the order in which they are to lie.
 
     Raises InvalidFile where there are more than can be listed.
@@ -175,41 +150,36 @@ def plan_upload(sizes: Mapping[str, int], extent_bytes: int = EXTENT_BYTES) -> U
     if len(sizes) > MOST_FILES:
         raise InvalidFile(f"the store has {len(sizes)} files; a namespace holds at most {MOST_FILES}")
     table_bytes = _RECORD.itemsize * len(sizes)
-    extents = sum(-(-size_bytes // extent_bytes) for size_bytes in sizes.values())
-    table_offset = HEAD_BYTES
-    progress_offset = align_up(table_offset + table_bytes, ALIGNMENT_BYTES)
-    progress_bytes = _DONE.size * extents
+    progress_offset = align_up(HEAD_BYTES + table_bytes, ALIGNMENT_BYTES)
+    progress_bytes = PROGRESS_RECORD_BYTES * sum(-(-size // extent_bytes) for size in sizes.values())
     end = progress_offset + progress_bytes
     files = []
     for name, size_bytes in sizes.items():
         offset = align_up(end, ALIGNMENT_BYTES)
         files.append(StoredFile(name, offset, size_bytes))
         end = offset + size_bytes
-    return UploadPlan(
-        files=tuple(files),
-        table_offset=table_offset,
+    superblock = Superblock(
+        generation=1,
+        complete=False,
+        upload_id=upload_id,
+        store_id=store_id,
+        namespace_bytes=namespace_bytes,
+        used_bytes=align_up(end, END_ALIGNMENT_BYTES),
+        table_offset=HEAD_BYTES,
         table_bytes=table_bytes,
+        table_crc32c=0,
+        files=len(files),
         progress_offset=progress_offset,
         progress_bytes=progress_bytes,
-        used_bytes=align_up(end, END_ALIGNMENT_BYTES),
-        extents=extents,
         extent_bytes=extent_bytes,
     )
+    return UploadPlan(superblock, tuple(files))
 
 
-class Found(NamedTuple):
-    """What the superblocks of a namespace say.
-
-    superblock  the one that holds; None: there is no store
-    problems    of the other one, in words
-    """
-
-    superblock: Superblock | None
-    problems: tuple[str, ...]
-
-
-def find_superblock(copies: Sequence[bytes], namespace_bytes: int, name: str) -> Found:
-    """The superblock of a namespace.
+def find_superblock(
+    copies: Sequence[bytes], namespace_bytes: int, name: str
+) -> tuple[Superblock | None, tuple[str, ...]]:
+    """The superblock of a namespace that holds, None where there is no store; and problems of the other one.
 
     copies           the bytes at SUPERBLOCK_OFFSETS
     namespace_bytes  of the namespace
@@ -222,20 +192,19 @@ def find_superblock(copies: Sequence[bytes], namespace_bytes: int, name: str) ->
     for copy, which in zip(copies, ("first", "second"), strict=True):
         if not copy.startswith(MAGIC):
             problems.append(f"the {which} superblock of {name} is missing")
-            continue
-        if struct.unpack_from("<I", copy, _CRC_AT)[0] != crc32c(copy[:_CRC_AT]):
+        elif struct.unpack_from("<I", copy, _CRC_AT)[0] != crc32c(copy[:_CRC_AT]):
             problems.append(f"the {which} superblock of {name} is damaged: its checksum is wrong")
-            continue
-        found.append(_decoded(copy, name))
+        else:
+            found.append(_decoded(copy, name))
     if not found:
         if any(copy.startswith(MAGIC) for copy in copies):
             raise InvalidFile(f"{'; '.join(problems)}. {AGAIN}")
-        return Found(None, ())
+        return None, ()
     best = max(found, key=lambda superblock: superblock.generation)
     _check_superblock(best, namespace_bytes, name)
     if len(found) == 2 and found[0] != found[1]:
         problems.append(f"the superblocks of {name} differ: its last change was interrupted")
-    return Found(best, tuple(problems))
+    return best, tuple(problems)
 
 
 def _decoded(copy: bytes, name: str) -> Superblock:
@@ -278,11 +247,8 @@ def _check_superblock(superblock: Superblock, namespace_bytes: int, name: str) -
 
 def encoded_table(files: Sequence[StoredFile]) -> bytes:
     """The table of files."""
-    records = np.zeros(len(files), _RECORD)
-    for record, file in zip(records, files, strict=True):
-        record["offset"], record["size_bytes"], record["crc32c"] = file.offset, file.size_bytes, file.crc32c
-        record["name"] = file.name.encode("ascii")
-    return records.tobytes()
+    records = [(each.offset, each.size_bytes, each.crc32c, 0, each.name.encode("ascii")) for each in files]
+    return np.array(records, _RECORD).tobytes()
 
 
 def decoded_table(data: bytes, superblock: Superblock, name: str) -> dict[str, dict[str, StoredFile]]:

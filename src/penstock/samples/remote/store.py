@@ -15,12 +15,20 @@ from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import from_target
 from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import LARGEST_MANIFEST_BYTES, StoreManifest, decoded_manifest
-from penstock.samples.places import Bytes, Target, check_partition, partition_names
+from penstock.samples.places import (
+    Bytes,
+    Place,
+    StoreFile,
+    Target,
+    check_partition,
+    check_size,
+    check_whole,
+    partition_names,
+)
 from penstock.samples.remote.layout import (
     AGAIN,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
-    Found,
     StoredFile,
     Superblock,
     decoded_table,
@@ -59,8 +67,8 @@ class Device(Protocol):
     def flush(self) -> None: ...
 
 
-def read_superblock(device: Device, name: str) -> Found:
-    """What the superblocks of a namespace say. Raises InvalidFile where they are damaged."""
+def read_superblock(device: Device, name: str) -> tuple[Superblock | None, tuple[str, ...]]:
+    """What the superblocks of a namespace say: see `find_superblock`."""
     size_bytes = align_up(SUPERBLOCK_BYTES, device.block_bytes)
     copies = []
     for offset in SUPERBLOCK_OFFSETS:
@@ -118,24 +126,14 @@ def read_bytes(device: Device, offset: int, size_bytes: int) -> Bytes:
     view = buffer.view()
     for at in range(begin, end, _READ_BYTES):
         device.read_into(at, view[at - begin : min(at + _READ_BYTES, end) - begin])
-    return np.asarray(_Memory(buffer, offset - begin, size_bytes))
-
-
-class _Memory:
-    """Bytes of a buffer, read-only, as numpy takes them; it keeps the buffer."""
-
-    def __init__(self, buffer: AlignedBuffer, begin: int, size_bytes: int) -> None:
-        self._buffer = buffer
-        self.__array_interface__ = {
-            "data": (buffer.address + begin, True),
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+    return np.asarray(view[offset - begin : offset - begin + size_bytes].toreadonly())
 
 
 class RemoteStore:
-    """The store on a namespace. It connects at first need, and anew in a forked child."""
+    """The store on a namespace. It connects at first need, and anew in a forked child.
+
+    problems   what is wrong with one of its superblocks, in words
+    """
 
     def __init__(self, url: Url, timeout_s: float) -> None:
         """``url``: of the namespace, without a fragment."""
@@ -145,15 +143,11 @@ class RemoteStore:
         self._files: Files = {}
         self.problems: tuple[str, ...] = ()
 
-    def places(self) -> list[RemotePlace]:
+    def places(self) -> list[Place]:
         """Of all partitions, in order. Raises as `files`, and where one is missing."""
         files, where = self.files(), str(self.url)
         names = [""] if "" in files else partition_names(sorted(files), where)
-        if missing := [name for name in names if name not in files]:
-            raise SampleError(
-                f"{where} is not whole: of its {len(names)} partitions, {', '.join(missing[:5])} "
-                f"{'is' if len(missing) == 1 else 'are'} missing. {AGAIN}"
-            )
+        check_whole(where, names, [name for name in names if name not in files], AGAIN)
         return [RemotePlace(self, name) for name in names]
 
     def files(self) -> Files:
@@ -171,13 +165,14 @@ class RemoteStore:
         """The namespace, open in this process. Raises SampleError where it cannot be reached any more, or has
         another store by now."""
         self.files()
-        if self._namespace is None or not self._namespace.is_usable:
+        namespace = self._namespace
+        if namespace is None or not namespace.is_usable:
             with _as_sample_errors():
-                now = read_superblock(self._connected(), str(self.url)).superblock
+                namespace = self._connected()
+                now, _ = read_superblock(namespace, str(self.url))
             if now != self._superblock:
                 raise SampleError(f"{self.url} has another store than when it was mounted: mount it again")
-        assert self._namespace is not None
-        return self._namespace
+        return namespace
 
     def _connected(self) -> Namespace:
         # Two threads may both do it, and one is closed when nobody has it: a lock could outlive a fork.
@@ -198,24 +193,23 @@ class RemoteStore:
             namespace.close()
 
 
-def remote_store(url: str | os.PathLike[str], timeout_s: float) -> tuple[RemoteStore, str]:
-    """The store at ``url``, and the partition that it names, empty for all. Raises InvalidArgument."""
+def remote_places(url: str | os.PathLike[str], timeout_s: float) -> list[Place]:
+    """One partition, or all of them, as ``url`` says. Raises InvalidArgument, and as `places`."""
     parsed = parse_url(os.fspath(url))
-    return RemoteStore(replace(parsed, fragment=""), timeout_s), parsed.fragment
+    store = RemoteStore(replace(parsed, fragment=""), timeout_s)
+    return [RemotePlace(store, parsed.fragment)] if parsed.fragment else store.places()
 
 
-class RemotePlace:
-    """A store, or a partition of one, on a namespace. Satisfies Place."""
+class RemotePlace(Place):
+    """A store, or a partition of one, on a namespace."""
 
     is_remote = True
+    hang_text = "The target, or the network to it, hangs or is very slow: look at both"
 
     def __init__(self, store: RemoteStore, partition: str) -> None:
         """``partition``: its name, empty where the store is none of several."""
         self._store, self._partition = store, partition
-
-    @property
-    def name(self) -> str:
-        return self._partition or str(self)
+        self.name = partition or str(self)
 
     def __str__(self) -> str:
         return str(replace(self._store.url, fragment=self._partition))
@@ -224,39 +218,30 @@ class RemotePlace:
         return f"{name} of {self}"
 
     def manifest(self) -> StoreManifest:
-        file = self._file(MANIFEST)
+        file, path = self._file(MANIFEST), self.path_of(MANIFEST)
         if file.size_bytes > LARGEST_MANIFEST_BYTES:
-            raise InvalidFile(
-                f"{self.path_of(MANIFEST)} has {file.size_bytes} bytes: it is no manifest. {AGAIN}"
-            )
-        text = self.load(MANIFEST, file.size_bytes, "", ahead=True)
+            raise InvalidFile(f"{path} has {file.size_bytes} bytes: it is no manifest. {AGAIN}")
+        text = self.load(MANIFEST, file.size_bytes)
         if crc32c(text.data) != file.crc32c:
-            raise InvalidFile(f"{self.path_of(MANIFEST)} is damaged: its checksum is wrong. {AGAIN}")
-        manifest = decoded_manifest(text.tobytes(), self.path_of(MANIFEST))
+            raise InvalidFile(f"{path} is damaged: its checksum is wrong. {AGAIN}")
+        manifest = decoded_manifest(text.tobytes(), path)
         check_partition(manifest, self._partition, str(self))
         return manifest
 
     def size_bytes(self, name: str) -> int:
         return self._file(name).size_bytes
 
-    def sum_of(self, name: str) -> int:
-        file = self._file(name)
-        return crc32c(self.load(name, file.size_bytes, "", ahead=True).data)
-
-    def load(self, name: str, wanted_bytes: int, missing: str, ahead: bool) -> Bytes:
-        file = self._file(name, wanted_bytes, missing)
+    def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
+        file = self._file(name, wanted_bytes)
         with _as_sample_errors():
             return read_bytes(self._store.namespace(), file.offset, file.size_bytes)
 
-    def open(self, name: str, wanted_bytes: int | None, missing: str) -> RemoteFile:
-        return RemoteFile(self._store, self._file(name, wanted_bytes, missing))
+    def open(self, name: str, wanted_bytes: int | None = None) -> RemoteFile:
+        return RemoteFile(self._store, self._file(name, wanted_bytes))
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         reason = self._store.error_text() or os.strerror(error_number or errno.EIO)
         return reason, "Look at the target and the network. Once it is back, the store reads again"
-
-    def hang_text(self) -> str:
-        return "The target, or the network to it, hangs or is very slow: look at both"
 
     def problems(self) -> Sequence[str]:
         self._store.files()
@@ -265,23 +250,20 @@ class RemotePlace:
     def close(self) -> None:
         self._store.close()
 
-    def _file(self, name: str, wanted_bytes: int | None = None, missing: str = "") -> StoredFile:
+    def _file(self, name: str, wanted_bytes: int | None = None) -> StoredFile:
         files = self._store.files().get(self._partition)
         if files is None:
             raise SampleError(f"{self._store.url} has no partition {self._partition!r}: leave # out")
         file = files.get(name)
         if file is None:
-            raise InvalidFile(f"{self.path_of(name)} is missing{missing}. {AGAIN}")
-        if wanted_bytes is not None and file.size_bytes != wanted_bytes:
-            what = "is too short" if file.size_bytes < wanted_bytes else "is too long"
-            raise InvalidFile(
-                f"{self.path_of(name)} {what}: it has {file.size_bytes} bytes, not {wanted_bytes}. {AGAIN}"
-            )
+            raise InvalidFile(f"{self.path_of(name)} is missing. {AGAIN}")
+        if wanted_bytes is not None:
+            check_size(self.path_of(name), file.size_bytes, wanted_bytes, AGAIN)
         return file
 
 
-class RemoteFile:
-    """A file on a namespace. Satisfies StoreFile."""
+class RemoteFile(StoreFile):
+    """A file on a namespace."""
 
     def __init__(self, store: RemoteStore, file: StoredFile) -> None:
         self._store, self._file = store, file
@@ -298,7 +280,7 @@ class RemoteFile:
             self._store.namespace().read_into(self._file.offset + position, view)
 
     def close(self) -> None:
-        pass
+        """The namespace stays open: it is the place's."""
 
 
 @contextmanager
@@ -335,54 +317,46 @@ def discover(portal: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[RemoteNa
 
     Raises SampleError where the target cannot be reached, InvalidArgument for what is no address.
     """
-    try:
+    with _as_sample_errors():
         found = subsystems_of(parse_portal(portal), timeout_s)
-    except TargetError as error:
-        raise from_target(error) from error
-    return [each for subsystem in found if subsystem.kind == "nvme" for each in _found(subsystem, timeout_s)]
+    return [
+        each for subsystem in found if subsystem.kind == "nvme" for each in _namespaces(subsystem, timeout_s)
+    ]
 
 
-def _found(subsystem: Subsystem, timeout_s: float) -> Iterator[RemoteNamespace]:
-    url = str(subsystem.url(1))
-    name = url.rpartition("?")[0]
+def _namespaces(subsystem: Subsystem, timeout_s: float) -> Iterator[RemoteNamespace]:
+    url, problem, numbers = str(subsystem.url(1)), "", []
     try:
         parse_url(url)
+        if subsystem.transport != "tcp":
+            problem = f"it speaks {subsystem.transport}, and penstock TCP"
+        elif subsystem.security:
+            problem = "it asks for TLS, which penstock does not speak"
+        elif not (numbers := namespaces_of(subsystem, timeout_s)):
+            problem = "it has no namespace for this host"
     except InvalidArgument as error:
-        yield RemoteNamespace(url=name, problem=f"what the target says of it cannot be used: {error}")
-        return
-    if subsystem.transport != "tcp":
-        yield RemoteNamespace(url=name, problem=f"it speaks {subsystem.transport}, and penstock TCP")
-    elif subsystem.security:
-        yield RemoteNamespace(url=name, problem="it asks for TLS, which penstock does not speak")
-    else:
-        try:
-            numbers = namespaces_of(subsystem, timeout_s)
-        except TargetError as error:
-            yield RemoteNamespace(url=name, problem=str(error))
-            return
-        if not numbers:
-            yield RemoteNamespace(url=name, problem="it has no namespace for this host")
-        for number in numbers:
-            yield _namespace(subsystem, number, timeout_s)
+        problem = f"what the target says of it cannot be used: {error}"
+    except TargetError as error:
+        problem = str(error)
+    if problem:
+        yield RemoteNamespace(url=url.rpartition("?")[0], problem=problem)
+    for number in numbers:
+        yield _namespace(subsystem.url(number), timeout_s)
 
 
-def _namespace(subsystem: Subsystem, number: int, timeout_s: float) -> RemoteNamespace:
-    url = subsystem.url(number)
+def _namespace(url: Url, timeout_s: float) -> RemoteNamespace:
     try:
         with Namespace(url, timeout_s) as namespace:
-            return RemoteNamespace(
-                url=str(url),
-                size_bytes=namespace.size_bytes,
-                block_bytes=namespace.block_bytes,
-                holds=_held(namespace, str(url)),
-            )
+            size_bytes, block_bytes = namespace.size_bytes, namespace.block_bytes
+            holds = _contents_or_store(namespace, str(url))
     except TargetError as error:
         return RemoteNamespace(url=str(url), problem=str(error))
+    return RemoteNamespace(url=str(url), size_bytes=size_bytes, block_bytes=block_bytes, holds=holds)
 
 
-def _held(device: Device, name: str) -> str:
+def _contents_or_store(device: Device, name: str) -> str:
     try:
-        superblock = read_superblock(device, name).superblock
+        superblock, _ = read_superblock(device, name)
     except InvalidFile as error:
         return f"a damaged store: {error}"
     if superblock is None:

@@ -98,20 +98,17 @@ def local_store(path: PathLike) -> LocalStore:
     for place in places_of(path):
         assert isinstance(place, Folder)
         manifest = Directory.load(place).manifest
-        prefix = f"{place.path.name}/" if place.path != Path(os.path.abspath(path)) else ""
-        text = _bytes_of(place.path / MANIFEST)
+        prefix = f"{place.name}/" if place.path != Path(os.path.abspath(path)) else ""
+        text = place.load(MANIFEST, place.size_bytes(MANIFEST)).tobytes()
         identity.update(prefix.encode() + hashlib.sha256(text).digest())
         samples += manifest.samples
         here = {MANIFEST: len(text)}
         here |= {name: file.size_bytes for name, file in sorted(manifest.files.items())}
-        here |= {
-            data_file_name(number): file.chunks * manifest.chunk_bytes
-            for number, file in enumerate(manifest.data_files)
-        }
-        for name, wanted_bytes in here.items():
-            place.open(name, wanted_bytes, ", which the manifest names").close()
-        paths |= {prefix + name: place.path / name for name in here}
-        sizes |= {prefix + name: size_bytes for name, size_bytes in here.items()}
+        for number, file in enumerate(manifest.data_files):
+            here[data_file_name(number)] = file.chunks * manifest.chunk_bytes
+        for name, size_bytes in here.items():
+            place.open(name, size_bytes).close()
+            paths[prefix + name], sizes[prefix + name] = place.path / name, size_bytes
         sums |= {prefix + name: file.crc32c for name, file in manifest.files.items()}
         sums[prefix + MANIFEST] = crc32c(text)
     return LocalStore(paths, sizes, sums, identity.digest()[:16], samples)
@@ -129,7 +126,7 @@ def upload(
 
     store      a store, or the folder in which several processes packed their partitions
     url        ``nvme+tcp://HOST:PORT/NQN?ns=1``. All of the namespace belongs to the store from then on
-    overwrite      replace whatever is there
+    overwrite  replace whatever is there
     progress   called now and then with the bytes that are durable so far, and those of all files
     timeout_s  longest wait for the target
 
@@ -168,44 +165,48 @@ def upload_to(
     name          what errors and the result call the device
     extent_bytes  what is written, and noted as written, at once: a multiple of 1 MiB
     """
-    plan = plan_upload(store.sizes, extent_bytes)
-    if device.size_bytes < plan.used_bytes:
+    plan = plan_upload(
+        store.sizes,
+        upload_id=secrets.token_bytes(16),
+        store_id=store.store_id,
+        namespace_bytes=device.size_bytes,
+        extent_bytes=extent_bytes,
+    )
+    if device.size_bytes < plan.superblock.used_bytes:
         raise SampleError(
             f"{name} is too small: it has {format_bytes(device.size_bytes)}, and the store needs "
-            f"{format_bytes_up(plan.used_bytes)}. Nothing was written: give a larger namespace, or pack the "
-            "store in partitions and upload each to a namespace of its own"
+            f"{format_bytes_up(plan.superblock.used_bytes)}. Nothing was written: give a larger namespace, "
+            "or pack the store in partitions and upload each to a namespace of its own"
         )
-    superblock, goes_on = _begin(device, name, store, plan, overwrite)
-    written_bytes = 0
-    if not superblock.complete:
-        writer = _Writer(device, name, store, plan, superblock)
+    total_bytes, written_bytes = sum(store.sizes.values()), 0
+    progress = progress or (lambda durable_bytes, total_bytes: None)
+    superblock, goes_on = _begin(device, name, plan.superblock, overwrite)
+    if superblock.complete:
+        progress(total_bytes, total_bytes)
+    else:
+        writer = _Writer(device, name, store, plan._replace(superblock=superblock))
         done = writer.done() if goes_on else {}
         if not done:
             writer.clear()
         written_bytes = writer.write_extents(done, progress)
         writer.finish(done)
-    elif progress is not None:
-        progress(sum(store.sizes.values()), sum(store.sizes.values()))
     return Upload(
         url=name,
         samples=store.samples,
         files=len(store.sizes),
-        size_bytes=sum(store.sizes.values()),
+        size_bytes=total_bytes,
         written_bytes=written_bytes,
-        used_bytes=plan.used_bytes,
+        used_bytes=superblock.used_bytes,
     )
 
 
-def _begin(
-    device: Device, name: str, store: LocalStore, plan: UploadPlan, overwrite: bool
-) -> tuple[Superblock, bool]:
+def _begin(device: Device, name: str, fresh: Superblock, overwrite: bool) -> tuple[Superblock, bool]:
     """The superblock to upload under, and whether an upload goes on. It is complete where all is done.
 
     Raises SampleError where something is there that must not be replaced.
     """
-    fresh = plan.superblock(secrets.token_bytes(16), store.store_id, device.size_bytes)
     try:
-        old = read_superblock(device, name).superblock
+        old, _ = read_superblock(device, name)
     except InvalidFile as error:
         if not overwrite:
             raise SampleError(f"nothing was written: {error}") from error
@@ -217,10 +218,18 @@ def _begin(
                 "there with overwrite=True (--overwrite)"
             )
         return fresh, False
-    if _is_same(old, fresh):
-        if not old.complete or not overwrite:
-            return old, not old.complete
-    elif not overwrite:
+    # The same store, laid out alike: all but these is a function of it.
+    is_same = old == replace(
+        fresh,
+        generation=old.generation,
+        complete=old.complete,
+        upload_id=old.upload_id,
+        namespace_bytes=old.namespace_bytes,
+        table_crc32c=old.table_crc32c,
+    )
+    if is_same and not (old.complete and overwrite):
+        return old, not old.complete
+    if not is_same and not overwrite:
         what = "another store" if old.complete else "a part of another store, whose upload was broken off"
         raise SampleError(
             f"{name} holds {what}: nothing was written. Give another namespace, or replace it with "
@@ -229,43 +238,27 @@ def _begin(
     return replace(fresh, generation=old.generation + 1), False
 
 
-def _is_same(old: Superblock, fresh: Superblock) -> bool:
-    """Of the same store, laid out alike."""
-    return fresh == replace(
-        old,
-        generation=fresh.generation,
-        complete=False,
-        upload_id=fresh.upload_id,
-        namespace_bytes=fresh.namespace_bytes,
-        table_crc32c=0,
-    )
-
-
 class _Writer:
-    """Writes one store."""
+    """Writes one store. All offsets and sizes are of whole blocks, with zeros behind what is written."""
 
-    def __init__(
-        self, device: Device, name: str, store: LocalStore, plan: UploadPlan, superblock: Superblock
-    ) -> None:
+    def __init__(self, device: Device, name: str, store: LocalStore, plan: UploadPlan) -> None:
         self._device, self._name, self._store, self._plan = device, name, store, plan
-        self._superblock = superblock
+        self._superblock, self._extent_bytes = plan.superblock, plan.superblock.extent_bytes
         self._block_bytes = max(device.block_bytes, SMALLEST_WRITE_BYTES)
-        self._notes = AlignedBuffer(align_up(max(plan.progress_bytes, 1), self._block_bytes))
+        self._record = AlignedBuffer(align_up(max(self._superblock.progress_bytes, 1), self._block_bytes))
         self._buffers: queue.SimpleQueue[AlignedBuffer] = queue.SimpleQueue()
 
     def done(self) -> dict[int, int]:
         """CRC-32C of the extents that are durable already, by number; none where they cannot be trusted."""
-        plan = self._plan
-        notes = self._notes.view()
-        self._device.read_into(plan.progress_offset, notes)
-        done = decoded_progress(notes[: plan.progress_bytes], self._superblock)
-        done = {number: crc for number, crc in done.items() if number < plan.extents}
+        record = self._record.view()
+        self._device.read_into(self._superblock.progress_offset, record)
+        done = decoded_progress(record[: self._superblock.progress_bytes], self._superblock)
         last = sorted(done)[-COMPARED_EXTENTS:]
-        buffer = AlignedBuffer(plan.extent_bytes)
-        for extent in plan.each_extent():
+        buffer = AlignedBuffer(self._extent_bytes)
+        for extent in self._plan.each_extent():
             if extent.number in last:
-                stored = align_up(extent.size_bytes, self._block_bytes)
-                self._device.read_into(extent.offset, buffer.view()[:stored])
+                stored_bytes = align_up(extent.size_bytes, self._block_bytes)
+                self._device.read_into(extent.offset, buffer.view()[:stored_bytes])
                 if crc32c_at(buffer.address, extent.size_bytes) != done[extent.number]:
                     logger.warning(
                         "%s does not hold what was uploaded to it before: all is uploaded anew", self._name
@@ -275,30 +268,27 @@ class _Writer:
 
     def clear(self) -> None:
         """Begin: from here on nothing is left of what was there before."""
-        plan, step = self._plan, self._block_bytes
         self._write_superblock(self._superblock)
         first, second = SUPERBLOCK_OFFSETS
-        for begin, end in ((first + step, second), (second + step, HEAD_BYTES)):
-            self._write(begin, bytes(end - begin))
-        self._notes = AlignedBuffer(self._notes.size_bytes)
-        self._device.write(plan.progress_offset, self._notes.view())
+        for begin, end in ((first, second), (second, HEAD_BYTES)):
+            self._write(begin + self._block_bytes, bytes(end - begin - self._block_bytes))
+        self._record = AlignedBuffer(self._record.size_bytes)
+        self._device.write(self._superblock.progress_offset, self._record.view())
         self._device.flush()
 
-    def write_extents(self, done: dict[int, int], progress: Progress | None) -> int:
-        """Write those that are not done, and note them there. Gives the bytes that were written."""
+    def write_extents(self, done: dict[int, int], progress: Progress) -> int:
+        """Write those that are not done, and add them there. Gives the bytes that were written."""
         total_bytes = sum(self._store.sizes.values())
         left = [extent for extent in self._plan.each_extent() if extent.number not in done]
         left_bytes = written_bytes = sum(extent.size_bytes for extent in left)
-        if progress is not None:
-            progress(total_bytes - left_bytes, total_bytes)
+        progress(total_bytes - left_bytes, total_bytes)
         for begin in range(0, len(left), EXTENTS_AT_ONCE):
             some = left[begin : begin + EXTENTS_AT_ONCE]
             in_parallel(functools.partial(self._write_extent, done), some)
             self._device.flush()
             self._record_durable(some, done)
             left_bytes -= sum(extent.size_bytes for extent in some)
-            if progress is not None:
-                progress(total_bytes - left_bytes, total_bytes)
+            progress(total_bytes - left_bytes, total_bytes)
         return written_bytes
 
     def finish(self, done: Mapping[int, int]) -> None:
@@ -313,7 +303,7 @@ class _Writer:
                     f"{self._store.paths[file.name]} is damaged: its checksum is wrong. {AGAIN}"
                 )
         table = encoded_table(files)
-        self._write(self._plan.table_offset, table)
+        self._write(self._superblock.table_offset, table)
         self._device.flush()
         self._write_superblock(completed(self._superblock, table))
 
@@ -321,9 +311,21 @@ class _Writer:
         try:
             buffer = self._buffers.get_nowait()
         except queue.Empty:
-            buffer = AlignedBuffer(self._plan.extent_bytes)
+            buffer = AlignedBuffer(self._extent_bytes)
         view = buffer.view()
-        _read_exactly(self._store.paths[self._plan.files[extent.file].name], extent, view)
+        path = self._store.paths[self._plan.files[extent.file].name]
+        try:
+            with open(open_regular(path), "rb", buffering=0) as file:
+                file.seek(extent.begin)
+                done_bytes = 0
+                while done_bytes < extent.size_bytes:
+                    count = file.readinto(view[done_bytes : extent.size_bytes])
+                    if not count:
+                        end = extent.begin + done_bytes
+                        raise InvalidFile(f"{path} was cut short: it ends at byte {end}. {AGAIN}")
+                    done_bytes += count
+        except OSError as error:
+            raise cannot_open(path, error) from error
         stored_bytes = align_up(extent.size_bytes, self._block_bytes)
         view[extent.size_bytes : stored_bytes] = bytes(stored_bytes - extent.size_bytes)
         self._device.write(extent.offset, view[:stored_bytes])
@@ -331,15 +333,13 @@ class _Writer:
         self._buffers.put(buffer)
 
     def _record_durable(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
-        """Note that the extents are durable."""
-        notes = self._notes.view()
-        size_bytes = PROGRESS_RECORD_BYTES
+        record, size_bytes = self._record.view(), PROGRESS_RECORD_BYTES
         for number in (extent.number for extent in extents):
-            note = encoded_progress(self._superblock, number, done[number])
-            notes[number * size_bytes : (number + 1) * size_bytes] = note
+            encoded = encoded_progress(self._superblock, number, done[number])
+            record[number * size_bytes : (number + 1) * size_bytes] = encoded
         begin = align_down(extents[0].number * size_bytes, self._block_bytes)
         end = align_up((extents[-1].number + 1) * size_bytes, self._block_bytes)
-        self._device.write(self._plan.progress_offset + begin, notes[begin:end])
+        self._device.write(self._superblock.progress_offset + begin, record[begin:end])
 
     def _write_superblock(self, superblock: Superblock) -> None:
         """One copy after the other: at any moment one of them holds."""
@@ -348,33 +348,7 @@ class _Writer:
             self._device.flush()
 
     def _write(self, offset: int, data: bytes) -> None:
-        """Whole blocks, zeros behind the data."""
         buffer = AlignedBuffer(align_up(len(data), self._block_bytes))
         view = buffer.view()
         view[: len(data)] = data
         self._device.write(offset, view)
-
-
-def _read_exactly(path: Path, extent: Extent, view: memoryview) -> None:
-    """Fill the view with the bytes of a file. Raises InvalidFile where the file ends before."""
-    try:
-        descriptor = open_regular(path)
-        try:
-            done = 0
-            while done < extent.size_bytes:
-                count = os.preadv(descriptor, [view[done : extent.size_bytes]], extent.begin + done)
-                if count == 0:
-                    raise InvalidFile(f"{path} was cut short: it ends at byte {extent.begin + done}. {AGAIN}")
-                done += count
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise cannot_open(path, error) from error
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        with open(open_regular(path), "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise cannot_open(path, error) from error

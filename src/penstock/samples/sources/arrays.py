@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.encoding import array_of, stored_dtype
+from penstock.samples.encoding import Decoder, array_of, stored_dtype
 from penstock.samples.manifest import Field
 from penstock.samples.sources.source import BLOCK_BYTES, MOST_CLASSES, Block, Numbered, numbers, printable
 
@@ -51,7 +51,11 @@ class Rows(Numbered):
 
     @property
     def size_bytes(self) -> int:
-        return self.samples * record_bytes(self.fields)
+        return self.samples * self._record_bytes
+
+    @property
+    def _record_bytes(self) -> int:
+        return Decoder(self.encoding, self.fields).record_bytes
 
     def names(self) -> Iterator[str]:
         """All names, without a look at the arrays."""
@@ -59,7 +63,7 @@ class Rows(Numbered):
 
     def after(self, samples: int) -> Iterator[Block]:
         mine = self.mine[samples:]
-        step = max(1, BLOCK_BYTES // max(record_bytes(self.fields), 1))
+        step = max(1, BLOCK_BYTES // max(self._record_bytes, 1))
         step = min(step, BLOCK_BYTES // 16)  # names take memory, too
         for begin in range(mine.start, mine.stop, step):
             end = min(begin + step, mine.stop)
@@ -102,11 +106,6 @@ def open_arrays(source: Any, *, label_field: str | None = None, classes: Sequenc
     if label_field not in arrays:
         raise InvalidArgument(f"label_field={label_field!r} is none of the arrays {', '.join(arrays)}")
     return Rows(arrays, description, label_field, label_classes(arrays[label_field], label_field, classes))
-
-
-def record_bytes(fields: Sequence[Field]) -> int:
-    """Of one sample."""
-    return sum(np.dtype(each.dtype).itemsize * int(np.prod(each.shape)) for each in fields)
 
 
 def record_block(

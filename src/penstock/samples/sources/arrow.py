@@ -1,7 +1,4 @@
-"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow.
-
-One file: all three are tables of the same columns.
-"""
+"""Samples of Parquet and Arrow files, and of Hugging Face datasets: a row each. Read by pyarrow."""
 
 from __future__ import annotations
 
@@ -10,21 +7,32 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError, installing
+from penstock.samples.builder import joined
 from penstock.samples.encoding import DTYPES, encode
+from penstock.samples.layout import bytes_of
 from penstock.samples.manifest import Field
 from penstock.samples.sources.arrays import label_classes, record_block
 from penstock.samples.sources.paths import shards_of
-from penstock.samples.sources.source import BLOCK_BYTES, Block, Numbered, RawSample, check_label, printable
+from penstock.samples.sources.source import (
+    BLOCK_BYTES,
+    Block,
+    Labels,
+    Numbered,
+    RawSample,
+    label_text,
+    parts_with,
+    printable,
+)
 
 
-def record_field(name: str, kind: Any) -> Field | None:
+def _field(name: str, kind: Any) -> Field | None:
     """The field that a column becomes in `record`, or None where its values are no numbers of fixed size.
 
     kind   pyarrow.DataType
@@ -39,13 +47,15 @@ def record_field(name: str, kind: Any) -> Field | None:
     return None if dtype is None else Field(name=name, dtype=dtype.str, shape=shape)
 
 
-def fixed_values(column: Any, field: Field) -> npt.NDArray[Any] | None:
-    """A column [n] as an array [n, *shape], or None where a value is missing."""
-    values, missing = _fixed(column, field)
-    return None if missing.any() else values
+def _dtype(kind: Any) -> np.dtype[Any] | None:
+    from pyarrow import types
+
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        return None
+    return DTYPES.get(np.dtype(kind.to_pandas_dtype()).newbyteorder("<").str)
 
 
-def rows(batch: Any) -> Iterator[dict[str, Any]]:
+def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     """The rows of a pyarrow.RecordBatch, a map each.
 
     Lists of numbers become arrays; dates, times and decimals text.
@@ -55,47 +65,36 @@ def rows(batch: Any) -> Iterator[dict[str, Any]]:
         yield dict(zip(batch.schema.names, values, strict=True))
 
 
-def has_missing(column: Any, depth: int = 0) -> bool:
+def _lacks_values(column: Any, depth: int = 0) -> bool:
     """Whether a pyarrow.Array lacks a value anywhere."""
     from pyarrow import types
 
     if column.null_count:
         return True
-    return types.is_fixed_size_list(column.type) and depth < 32 and has_missing(column.values, depth + 1)
+    return types.is_fixed_size_list(column.type) and depth < 32 and _lacks_values(column.values, depth + 1)
 
 
-def text_values(column: Any) -> list[str | None]:
-    """A column as text."""
-    return [None if value is None else str(value) for value in column.to_pylist()]
+def _names(column: Any, number: int) -> list[str]:
+    """A column as names; ``number`` is that of its first row."""
+    names = column.to_pylist()
+    if None in names:
+        raise SampleError(f"row {number + names.index(None)} has no name")
+    return list(map(str, names))
 
 
-def class_names(schema: Any) -> dict[str, list[str]]:
+def _class_names(schema: Any) -> dict[str, list[str]]:
     """The names of labels by column, as Hugging Face datasets writes them beside a schema."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {
             name: [printable(str(each)) for each in kind["names"]]
             for name, kind in features.items()
-            if _is_class(kind)
+            if isinstance(kind, Mapping)
+            and kind.get("_type") == "ClassLabel"
+            and isinstance(kind.get("names"), list)
         }
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
-
-
-def _is_class(kind: Any) -> bool:
-    return (
-        isinstance(kind, Mapping)
-        and kind.get("_type") == "ClassLabel"
-        and isinstance(kind.get("names"), list)
-    )
-
-
-def _dtype(kind: Any) -> np.dtype[Any] | None:
-    from pyarrow import types
-
-    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-        return None
-    return DTYPES.get(np.dtype(kind.to_pandas_dtype()).newbyteorder("<").str)
 
 
 def _values(column: Any) -> list[Any]:
@@ -110,7 +109,7 @@ def _values(column: Any) -> list[Any]:
     kind = column.type
     if types.is_temporal(kind) or types.is_decimal(kind):
         column = column.cast(pa.int64()) if types.is_duration(kind) else column.cast(pa.string())
-    field = record_field("", kind)
+    field = _field("", kind)
     arrays: tuple[Sequence[npt.NDArray[Any]] | npt.NDArray[Any], npt.NDArray[np.bool_]]
     if (types.is_list(kind) or types.is_large_list(kind)) and _dtype(kind.value_type) is not None:
         arrays = _lists(column)
@@ -145,17 +144,15 @@ def _lists(column: Any) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.bool_]]:
     return [values[begin:end] for begin, end in pairwise(offsets.tolist())], missing
 
 
-def _nulls(column: Any) -> npt.NDArray[np.bool_]:
-    nulls: npt.NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
-    return nulls
+def _nulls(column: Any) -> Any:
+    return column.is_null().to_numpy(zero_copy_only=False)
 
 
 def _numbers(column: Any) -> npt.NDArray[Any]:
     """A column of numbers; zeros where one is missing, so that integers stay what they are."""
     if column.null_count:
         column = column.fill_null(False if _dtype(column.type) == np.bool_ else 0)
-    values: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
-    return values
+    return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
 _MOST_ROWS = 1 << 16  # at a time
@@ -180,7 +177,7 @@ class Rows:
     def read(self, begin: int, end: int, columns: list[str]) -> Iterator[Any]:
         """pyarrow.RecordBatches of the rows from ``begin`` up to ``end``, of a few MiB each."""
         step = max(1, min(_MOST_ROWS, BLOCK_BYTES * self.rows // max(self.size_bytes, 1)))
-        with failing(self.path):
+        with _failing(self.path):
             for first, batch in self.batches(begin, end, columns, step):
                 batch.validate(full=True)  # what is mapped was not parsed: offsets could lead anywhere
                 stop = min(end - first, batch.num_rows)
@@ -200,27 +197,24 @@ class ParquetRows(Rows):
     def open(cls, path: str) -> ParquetRows:
         import pyarrow.parquet as pq
 
-        with failing(path), pq.ParquetFile(path) as file:
+        with _failing(path), pq.ParquetFile(path) as file:
             found = file.metadata
             groups = [found.row_group(i) for i in range(found.num_row_groups)]
             size_bytes = sum(max(group.total_byte_size, 0) for group in groups)
             columns = [group.column(i) for group in groups for i in range(group.num_columns)]
             missing = any(not each.is_stats_set or each.statistics.null_count != 0 for each in columns)
-            return cls(path, _checked(file.schema_arrow), found.num_rows, size_bytes, missing)
+            str(file.schema_arrow)  # raises where a name is no text
+            return cls(path, file.schema_arrow, found.num_rows, size_bytes, missing)
 
     def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path) as file:
-            first = 0
-            for number in range(file.metadata.num_row_groups):
-                group_rows = file.metadata.row_group(number).num_rows
-                if first < end and begin < first + group_rows:
-                    at = first
-                    for batch in file.iter_batches(step, [number], columns):
-                        yield at, batch
-                        at += batch.num_rows
-                first += group_rows
+            groups, rows_of = range(file.metadata.num_row_groups), file.metadata.row_group
+            for group, at, _, _ in parts_with(range(begin, end), groups, lambda i: int(rows_of(i).num_rows)):
+                for batch in file.iter_batches(step, [group], columns):
+                    yield at, batch
+                    at += batch.num_rows
 
 
 class IpcRows(Rows):
@@ -229,21 +223,17 @@ class IpcRows(Rows):
     @classmethod
     def open(cls, path: str) -> IpcRows:
         rows, missing = 0, False
-        with failing(path), _opened(path) as (schema, batches):
+        with _failing(path), _opened(path) as (schema, batches):
             for batch in batches:
                 rows += batch.num_rows
-                missing = missing or any(map(has_missing, batch.columns))
-            return cls(path, _checked(schema), rows, os.path.getsize(path), missing)
+                missing = missing or any(map(_lacks_values, batch.columns))
+            str(schema)  # raises where a name is no text
+            return cls(path, schema, rows, os.path.getsize(path), missing)
 
     def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
-        first = 0
-        with _opened(self.path) as (_, batches):
-            for batch in batches:
-                if first >= end:
-                    return
-                if begin < first + batch.num_rows:
-                    yield first, batch.select(columns)
-                first += batch.num_rows
+        with _opened(self.path) as (_, all_):
+            for batch, first, _, _ in parts_with(range(begin, end), all_, lambda batch: int(batch.num_rows)):
+                yield first, batch.select(columns)
 
 
 @dataclass(frozen=True)
@@ -257,7 +247,7 @@ class DatasetRows(Rows):
         rows = len(dataset)
         table = getattr(dataset.data, "table", dataset.data)
         size_bytes = table.nbytes * rows // max(table.num_rows, 1)
-        missing = any(has_missing(chunk) for column in table.columns for chunk in column.chunks)
+        missing = any(_lacks_values(chunk) for column in table.columns for chunk in column.chunks)
         return cls("a dataset", table.schema, rows, size_bytes, missing, dataset.with_format("arrow"))
 
     def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
@@ -268,18 +258,15 @@ class DatasetRows(Rows):
                 start += batch.num_rows
 
 
-def open_rows(path: str) -> Rows:
+def _open(path: str) -> Rows:
     """A file of Parquet or Arrow. Raises SampleError where it is damaged."""
-    try:
-        with open(path, "rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise SampleError(f"{path} cannot be read: {error.strerror}") from error
+    with _failing(path), open(path, "rb") as file:
+        magic = file.read(4)
     return ParquetRows.open(path) if magic == b"PAR1" else IpcRows.open(path)
 
 
 @contextmanager
-def failing(path: str) -> Iterator[None]:
+def _failing(path: str) -> Iterator[None]:
     """pyarrow's errors as SampleError."""
     from pyarrow import ArrowException
 
@@ -289,12 +276,6 @@ def failing(path: str) -> Iterator[None]:
         raise
     except (ArrowException, OSError, ValueError, LookupError) as error:
         raise SampleError(f"{path} cannot be read as Parquet or Arrow: {error}") from error
-
-
-def _checked(schema: Any) -> Any:
-    """The schema, once all names in it are known to be text."""
-    str(schema)
-    return schema
 
 
 @contextmanager
@@ -321,8 +302,7 @@ class Tables(Numbered):
     fields: tuple[Field, ...]
     name_column: str | None
     label_column: str | None
-    label_text: bool
-    classes: tuple[str, ...]
+    labels: Labels
 
     def count(self) -> int:
         return sum(table.rows for table in self.tables)
@@ -332,8 +312,12 @@ class Tables(Numbered):
         return "record" if self.fields else "msgpack"
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        return self.labels.classes
+
+    @property
     def size_bytes(self) -> int:
-        return sum(table.size_bytes for table in self.tables) * self.samples // max(self.count(), 1)
+        return self.share_of(sum(table.size_bytes for table in self.tables))
 
     def names(self) -> Iterator[str]:
         """All names; of the data at most one column is read."""
@@ -353,7 +337,7 @@ class Tables(Numbered):
             if self.name_column is not None:
                 names = iter(_names(batch.column(self.name_column), number))
                 batch = batch.drop_columns([self.name_column])
-            for i, (name, row) in enumerate(zip(names, rows(batch), strict=True)):
+            for i, (name, row) in enumerate(zip(names, _rows(batch), strict=True)):
                 try:
                     yield RawSample(name, encode(row), -1 if labels is None else int(labels[i]))
                 except InvalidArgument as error:
@@ -361,48 +345,36 @@ class Tables(Numbered):
 
     def _read(self, wanted: range, columns: list[str]) -> Iterator[tuple[int, Any]]:
         """Batches of these rows, each with the number of its first row."""
-        first = 0
-        for table in self.tables:
-            begin, end = max(wanted.start - first, 0), min(wanted.stop - first, table.rows)
+        for table, first, begin, end in parts_with(wanted, self.tables, lambda table: table.rows):
             at = begin
-            for batch in table.read(begin, end, columns) if begin < end else ():
+            for batch in table.read(begin, end, columns):
                 if batch.num_rows:
                     yield first + at, batch
                 at += batch.num_rows
-            if begin < end and at != end:
+            if at != end:
                 raise SampleError(f"{table.path} has {at} rows of {table.rows}: it changed, or is damaged")
-            first += table.rows
 
     def _block(self, batch: Any, number: int, labels: npt.NDArray[np.int32] | None) -> Block:
         columns = {}
         for each in self.fields:
-            values = fixed_values(batch.column(each.name), each)
-            if values is None:
+            columns[each.name], missing = _fixed(batch.column(each.name), each)
+            if missing.any():
                 raise SampleError(
                     f"column {each.name!r} of {self.description} lacks a value in row {number} or one of the "
                     f"{batch.num_rows} behind it: pack it with encoding='msgpack'"
                 )
-            columns[each.name] = values
         block = record_block(columns, number, labels)
         if self.name_column is None:
             return block
-        names = [os.fsencode(name) for name in _names(batch.column(self.name_column), number)]
-        ends = np.fromiter(accumulate(map(len, names)), np.int64, len(names))
-        return block._replace(names=np.frombuffer(b"".join(names), np.uint8), name_ends=ends)
+        names, ends = joined(tuple(map(bytes_of, _names(batch.column(self.name_column), number))))
+        return block._replace(names=names, name_ends=ends)
 
     def _labels(self, batch: Any) -> npt.NDArray[np.int32] | None:
         if self.label_column is None:
             return None
+        what = f"in {self.description}"
         values = batch.column(self.label_column).to_pylist()
-        if self.label_text:
-            known = {name: label for label, name in enumerate(self.classes)}
-            values = [known.get(str(value)) if value is not None else -1 for value in values]
-            if None in values:
-                raise SampleError(f"{self.description} changed while it was packed: it has new classes")
-        labels = [-1 if value is None else value for value in values]
-        for label in (min(labels), max(labels)):
-            check_label(label, self.classes, f"a row of {self.description}")
-        return np.array(labels, np.int32)
+        return np.array([self.labels.label(value, what) for value in values], np.int32)
 
 
 def open_arrow(
@@ -434,14 +406,14 @@ def open_arrow(
     for wanted in (name_column, label_column):
         if wanted is not None and wanted not in schema.names:
             raise InvalidArgument(f"{description} has no column {wanted!r}, only {', '.join(schema.names)}")
-    named = class_names(schema)
+    named = _class_names(schema)
     if label_column is None and len(named) == 1:
         label_column = next(iter(named))
-    text, classes = False, tuple(named.get(label_column or "", ()))
-    if label_column is not None and not classes:
-        text, classes = _classes(tables, label_column)
+    labels = Labels(named.get(label_column or "", ()))
+    if label_column is not None and not labels.classes:
+        labels = _labels_in(tables, label_column)
     fields = _fields(tables, name_column, encoding, description)
-    return Tables(tables, description, fields, name_column, label_column, text, classes)
+    return Tables(tables, description, fields, name_column, label_column, labels)
 
 
 def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:
@@ -452,14 +424,10 @@ def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:
         raise InvalidArgument(f"Parquet and Arrow need pyarrow: {installing('arrow')}") from None
     if hasattr(source, "with_format"):
         return (DatasetRows.of(source),), "a dataset"
+    name, saved = "Arrow tables", []
     if isinstance(source, str | os.PathLike):
-        name = printable(os.path.basename(os.path.abspath(source)))
-        return tuple(open_rows(path) for path in _saved(os.fspath(source)) or _paths(source)), name
-    return tuple(map(open_rows, _paths(source))), "Arrow tables"
-
-
-def _paths(source: Any) -> list[str]:
-    return [path for path, _ in shards_of(source, "arrow")]
+        name, saved = printable(os.path.basename(os.path.abspath(source))), _saved(os.fspath(source))
+    return tuple(map(_open, saved or [path for path, _ in shards_of(source, "arrow")])), name
 
 
 def _saved(folder: str) -> list[str]:
@@ -495,49 +463,36 @@ def _fields(
     """Of "record"; empty for "msgpack"."""
     if encoding not in (None, "record", "msgpack"):
         raise InvalidArgument(f"encoding={encoding!r} is unknown: rows become 'record' or 'msgpack'")
-    fields = []
+    fields: list[Field] = []
     for column in tables[0].schema:
         if column.name == name_column:
             continue
-        fitting = record_field(column.name, column.type)
-        if fitting is None and encoding == "record":
+        field = _field(column.name, column.type)
+        if field is None and encoding == "record":
             raise InvalidArgument(
                 f"column {column.name!r} of {description} is {column.type}, and no field of a record: "
                 "records hold numbers and lists of numbers of fixed size"
             )
-        fields.append(fitting)
-    kept = [each for each in fields if each is not None]
-    if encoding == "msgpack" or len(kept) < len(fields):
-        return ()
-    if encoding is None and any(table.missing for table in tables):
-        return ()
-    return tuple(kept)
+        if field is None or encoding == "msgpack":
+            return ()
+        fields.append(field)
+    return () if encoding is None and any(table.missing for table in tables) else tuple(fields)
 
 
-def _classes(tables: Sequence[Rows], column: str) -> tuple[bool, tuple[str, ...]]:
-    """Whether labels are text, and the classes, from all values of a column."""
+def _labels_in(tables: Sequence[Rows], column: str) -> Labels:
+    """The labels that the values of a column are."""
     from pyarrow import types
 
     kind = tables[0].schema.field(column).type
+    values = (
+        value
+        for table in tables
+        for batch in table.read(0, table.rows, [column])
+        for value in batch.column(0).to_pylist()
+        if value is not None
+    )
     if types.is_integer(kind):
-        seen = [
-            np.array([value for value in batch.column(0).to_pylist() if value is not None], np.int64)
-            for table in tables
-            for batch in table.read(0, table.rows, [column])
-        ]
-        return False, label_classes(np.concatenate(seen or [np.empty(0, np.int64)]), column, None)
+        return Labels(label_classes(np.fromiter(values, np.int64), column, None))
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind)):
         raise InvalidArgument(f"label_column={column!r} holds {kind}: labels are integers or text")
-    words: set[str] = set()
-    for table in tables:
-        for batch in table.read(0, table.rows, [column]):
-            words.update(word for word in text_values(batch.column(0)) if word is not None)
-    return True, tuple(sorted(words))
-
-
-def _names(column: Any, number: int) -> list[str]:
-    """A column as names; ``number`` is that of its first row."""
-    names = text_values(column)
-    if None in names:
-        raise SampleError(f"row {number + names.index(None)} has no name")
-    return [name for name in names if name is not None]
+    return Labels(sorted(set(map(label_text, values))))

@@ -8,14 +8,14 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.errors import SampleError
 from penstock.samples.layout import text_of
 from penstock.samples.manifest import Field
-from penstock.samples.sources.source import Numbered, RawSample, printable
+from penstock.samples.sources.source import Numbered, RawSample, printable, read_up_to
 
 _log = logging.getLogger("penstock")
-_LARGEST_READ_BYTES = 1 << 30  # a single read gives at most 2 GiB
 
 
 @dataclass(frozen=True)
@@ -95,42 +95,42 @@ def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
     return Files(root, follow_links, tuple(map(text_of, sorted(tops))) if in_folders else (), whole)
 
 
-def _walk(root: bytes, follow_links: bool, skipped: list[bytes]) -> Iterator[bytes]:
-    """Names of files below root, sorted by their bytes. Memory holds one listing for each level."""
-    real = os.path.realpath(root)
-    folders = [(_identity(root), _listing(root, b"", skipped, follow_links, real))]
-    while folders:
-        try:
-            name = next(folders[-1][1])
-        except StopIteration:
-            folders.pop()
-            continue
-        if not name.endswith(b"/"):
-            yield name
-            continue
-        identity = _identity(os.path.join(root, name))
-        if any(identity == above for above, _ in folders):
-            raise SampleError(
-                f"{text_of(name)} in {text_of(root)} is a link to a folder that it lies in: remove it"
-            )
-        folders.append((identity, _listing(root, name, skipped, follow_links, real)))
-
-
-def _listing(
-    root: bytes, below: bytes, skipped: list[bytes], follow_links: bool, real: bytes
+def _walk(
+    root: bytes, follow_links: bool, skipped: list[bytes], below: bytes = b"", above: tuple[object, ...] = ()
 ) -> Iterator[bytes]:
+    """Names of files below root, sorted by their bytes. Memory holds one listing for each level.
+
+    below   a folder in it; above: those that it lies in
+    """
+    try:
+        found = os.stat(os.path.join(root, below))
+    except OSError as error:
+        raise SampleError(f"{text_of(os.path.join(root, below))} cannot be read: {error.strerror}") from error
+    identity = found.st_dev, found.st_ino
+    if identity in above:
+        raise SampleError(
+            f"{text_of(below)} in {text_of(root)} is a link to a folder that it lies in: remove it"
+        )
+    for name in _listing(root, below, skipped, follow_links):
+        if name.endswith(b"/"):
+            yield from _walk(root, follow_links, skipped, name, (*above, identity))
+        else:
+            yield name
+
+
+def _listing(root: bytes, below: bytes, skipped: list[bytes], follow_links: bool) -> list[bytes]:
     """Names in a folder; of folders with a slash at the end, so that they sort as what is in them."""
     names = []
     try:
         with os.scandir(os.path.join(root, below)) as entries:
             for entry in entries:
                 name = below + entry.name
-                if entry.is_symlink():
-                    if not follow_links:
-                        skipped.append(name)
-                        continue
-                    _check_inside(entry.path, name, real)
-                if entry.is_dir():
+                is_link = entry.is_symlink()
+                if is_link and follow_links:
+                    _check_inside(entry.path, name, os.path.realpath(root))
+                if is_link and not follow_links:
+                    skipped.append(name)
+                elif entry.is_dir():
                     names.append(name + b"/")
                 elif entry.is_file():
                     names.append(name)
@@ -142,7 +142,7 @@ def _listing(
         raise SampleError(
             f"folder {text_of(os.path.join(root, below))} cannot be listed: {error.strerror}"
         ) from error
-    return iter(sorted(names))
+    return sorted(names)
 
 
 def _check_inside(path: bytes, name: bytes, real: bytes) -> None:
@@ -156,14 +156,6 @@ def _check_inside(path: bytes, name: bytes, real: bytes) -> None:
         )
 
 
-def _identity(path: bytes) -> tuple[int, int]:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise SampleError(f"{text_of(path)} cannot be read: {error.strerror}") from error
-    return found.st_dev, found.st_ino
-
-
 def _read(path: bytes, follow_links: bool) -> bytes:
     """A whole file. A pipe that took its place would block: hence O_NONBLOCK."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
@@ -173,7 +165,7 @@ def _read(path: bytes, follow_links: bool) -> bytes:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise SampleError(f"{text_of(path)} was a file, and is none now: leave the folder as it is")
-            data = _read_all(descriptor, found.st_size)
+            data = read_up_to(partial(os.read, descriptor), found.st_size + 1)  # one more if it has grown
         finally:
             os.close(descriptor)
     except SampleError:
@@ -187,16 +179,3 @@ def _read(path: bytes, follow_links: bool) -> bytes:
             f"{'more' if len(data) > found.st_size else len(data)}. Leave it as it is meanwhile"
         )
     return data
-
-
-def _read_all(descriptor: int, size_bytes: int) -> bytes:
-    """The file's bytes, and one more if it has grown."""
-    data = os.read(descriptor, min(size_bytes + 1, _LARGEST_READ_BYTES))
-    if len(data) >= size_bytes:
-        return data
-    pieces = [data]
-    left = size_bytes + 1 - len(data)
-    while left and (piece := os.read(descriptor, min(left, _LARGEST_READ_BYTES))):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)

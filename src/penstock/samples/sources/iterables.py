@@ -30,11 +30,10 @@ class Items(Partitioned):
 
     @property
     def samples(self) -> int | None:
-        rank, world = self.partition
-        return None if self.whole is None else len(range(rank, self.whole, world))
+        return None if self.whole is None else len(range(self.rank, self.whole, self.world))
 
     def __iter__(self) -> Iterator[RawSample]:
-        mine = itertools.islice(enumerate(self.again()), self.partition.rank, None, self.partition.world)
+        mine = itertools.islice(enumerate(self.again()), self.rank, None, self.world)
         for position, item in mine:
             yield self._encoded(item, position)
 

@@ -18,17 +18,27 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError, installing
 from penstock.samples.encoding import encode
 from penstock.samples.layout import text_of
 from penstock.samples.manifest import Field
-from penstock.samples.sources.source import Labels, Numbered, RawSample, Readable, printable, read_up_to
+from penstock.samples.sources.source import (
+    Labels,
+    Numbered,
+    RawSample,
+    Readable,
+    parts_with,
+    printable,
+    read_up_to,
+)
 
 Decode = Callable[[bytes], Any]
 
@@ -53,7 +63,7 @@ def decoder(encoding: str) -> Decode:
     if not config and name in _DECODERS:
         return _DECODERS[name]
     if not config and name in _NUMBERS:
-        return _number_decoder(np.dtype(name).newbyteorder("<"))
+        return partial(_number, np.dtype(name).newbyteorder("<"))
     if name == "pkl":
         raise InvalidFile(
             "pickles are never opened, as they can run any program: write it without 'pkl' columns"
@@ -61,13 +71,10 @@ def decoder(encoding: str) -> Decode:
     raise InvalidFile(f"the MDS encoding {encoding!r} is unknown")
 
 
-def _number_decoder(dtype: np.dtype[Any]) -> Decode:
-    def decode(data: bytes) -> Any:
-        if len(data) != dtype.itemsize:
-            raise ValueError(f"{len(data)} bytes are no {dtype}")
-        return np.frombuffer(data, dtype)[0].item()
-
-    return decode
+def _number(dtype: np.dtype[Any], data: bytes) -> Any:
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are no {dtype}")
+    return np.frombuffer(data, dtype)[0].item()
 
 
 def _array_decoder(config: str) -> Decode:
@@ -81,17 +88,12 @@ def _array_decoder(config: str) -> Decode:
         raise InvalidFile(f"the MDS encoding 'ndarray:{config}' has no valid shape") from None
 
     def decode(data: bytes) -> Any:
-        at = 0
-        kind = text
-        if not kind:
-            kind, at = _ARRAY_DTYPES[data[0]], 1
+        dtype, at = (np.dtype(text), 0) if text else (np.dtype(_ARRAY_DTYPES[data[0]]), 1)
         shape = known
         if shape is None:
             dimensions, width = data[at] >> 2, data[at] & 3
-            end = at + 1 + (dimensions << width)
-            shape = tuple(np.frombuffer(data[at + 1 : end], _SHAPE_DTYPES[width]).tolist())
-            at = end
-        dtype = np.dtype(kind)
+            begin, at = at + 1, at + 1 + (dimensions << width)
+            shape = tuple(np.frombuffer(data[begin:at], _SHAPE_DTYPES[width]).tolist())
         if math.prod(shape) * dtype.itemsize != len(data) - at:
             raise ValueError(f"an array {dtype} of shape {shape} has {len(data) - at} bytes")
         return np.frombuffer(data, dtype, offset=at).reshape(shape)
@@ -124,7 +126,7 @@ _DECODERS: dict[str, Decode] = {
     "jpeg": bytes,
     "png": bytes,
     "str": bytes.decode,
-    "int": _number_decoder(np.dtype("<i8")),
+    "int": partial(_number, np.dtype("<i8")),
     "str_int": lambda data: int(data.decode()),
     "str_float": lambda data: float(data.decode()),
     "str_decimal": bytes.decode,  # no number type keeps all its digits
@@ -143,24 +145,49 @@ _LARGEST_INDEX_BYTES = 1 << 30
 _LARGEST_SHARD_BYTES = 1 << 32  # offsets have 32 bits
 
 
-@dataclass(frozen=True)
-class _File:
-    """One file, as the index says."""
+class _File(msgspec.Struct):
+    """A file, as the index says."""
 
-    path: str
-    size_bytes: int
-    hashes: dict[str, str]
+    basename: str
+    bytes: int
+    hashes: dict[str, str] = {}
+
+
+class _Entry(msgspec.Struct):
+    """A shard, as the index says. column_sizes: where there is none, each sample says its own."""
+
+    format: str
+    version: int
+    samples: int
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[int | None]
+    raw_data: _File
+    zip_data: _File | None = None
+    compression: str | None = None
+
+
+class _Index(msgspec.Struct):
+    version: int
+    shards: list[_Entry]
 
 
 @dataclass(frozen=True)
 class _Shard:
-    raw: _File
-    packed: _File | None
-    compression: str
-    samples: int
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]  # 0: each sample says its own
+    folder: str
+    entry: _Entry
     decoders: tuple[Decode, ...]
+
+    @property
+    def samples(self) -> int:
+        return self.entry.samples
+
+    @property
+    def path(self) -> str:
+        return self.path_of(self.entry.raw_data)
+
+    def path_of(self, file: _File) -> str:
+        return os.path.join(self.folder, file.basename)
 
 
 @dataclass(frozen=True)
@@ -184,15 +211,14 @@ class Mds(Numbered):
 
     @property
     def size_bytes(self) -> int:
-        return sum(shard.raw.size_bytes for shard in self.shards) * self.samples // max(self.count(), 1)
+        return self.share_of(sum(shard.entry.raw_data.bytes for shard in self.shards))
 
     def after(self, samples: int) -> Iterator[RawSample]:
-        wanted, first = self.mine[samples:], 0
-        for shard in self.shards:
-            begin, end = max(wanted.start - first, 0), min(wanted.stop - first, shard.samples)
-            for number, fields in _read(shard, begin, end) if begin < end else ():
+        for shard, first, begin, end in parts_with(
+            self.mine[samples:], self.shards, lambda shard: shard.samples
+        ):
+            for number, fields in _read(shard, begin, end):
                 yield self._sample(shard, number, first + number, fields)
-            first += shard.samples
 
     def names(self) -> Iterator[str]:
         """All names. Only a name column has to be read."""
@@ -202,13 +228,12 @@ class Mds(Numbered):
 
     def _sample(self, shard: _Shard, number: int, position: int, fields: dict[str, Any]) -> RawSample:
         try:
-            name = str(position) if self.name_column is None else _name(fields.pop(self.name_column))
-            label = -1
-            if self.label_column is not None:
-                label = self.labels.label(fields[self.label_column], name)
-            return RawSample(name, encode(fields), label)
+            name: Any = str(position) if self.name_column is None else fields.pop(self.name_column)
+            name = text_of(name) if isinstance(name, bytes) else str(name)
+            value = None if self.label_column is None else fields[self.label_column]
+            return RawSample(name, encode(fields), self.labels.label(value, name))
         except (InvalidArgument, TypeError, ValueError) as error:
-            raise SampleError(f"{shard.raw.path}, sample {number}: {error}") from None
+            raise SampleError(f"{shard.path}, sample {number}: {error}") from None
 
 
 def open_mds(
@@ -239,25 +264,23 @@ def open_mds(
             raise SampleError(
                 f"{index} has more than {_LARGEST_INDEX_BYTES} bytes: it is not an index of MDS shards"
             )
-        found = json.loads(text)
-        if found["version"] != 2:
-            raise ValueError(f"version {found['version']!r} is unknown")
-        shards = tuple(_shard(folder, each) for each in found["shards"])
+        found = msgspec.json.decode(text, type=_Index)
+        if found.version != 2:
+            raise ValueError(f"version {found.version} is unknown")
+        shards = tuple(_shard(folder, entry) for entry in found.shards)
     except SampleError:
         raise
     except OSError as error:
         raise SampleError(f"{index} cannot be read: {error.strerror}") from error
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SampleError(
-            f"{index} is not a valid index of MDS shards: {type(error).__name__}, {error}"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SampleError(f"{index} is not a valid index of MDS shards: {error}") from error
     for column in (name_column, label_column):
-        without = next((s for s in shards if column is not None and column not in s.names), None)
-        if without is not None:
-            raise InvalidArgument(
-                f"{without.raw.path} has no column {column!r}, only {', '.join(without.names)}"
-            )
-    if any(shard.raw.hashes and not _verifiable(shard.raw) for shard in shards):
+        for shard in shards:
+            if column is not None and column not in shard.entry.column_names:
+                names = ", ".join(shard.entry.column_names)
+                raise InvalidArgument(f"{shard.path} has no column {column!r}, only {names}")
+    raw = [shard.entry.raw_data for shard in shards]
+    if any(file.hashes and not _verifiable(file) for file in raw):
         _log.warning("%s: its hashes are of kinds that Python's hashlib has not, and are not verified", index)
     name = printable(os.path.basename(os.path.abspath(folder)))
     opened = Mds(shards, name, name_column, label_column, Labels(classes or ()))
@@ -267,41 +290,27 @@ def open_mds(
     return replace(opened, labels=Labels.of_values(values))
 
 
-def _shard(folder: str, entry: Mapping[str, Any]) -> _Shard:
-    """Raises LookupError, TypeError or ValueError where the index makes no sense."""
-    if entry["format"] != "mds" or entry["version"] != 2:
-        raise ValueError(f"shards of format {entry['format']!r}, version {entry['version']!r} are unknown")
-    names, encodings, sizes = entry["column_names"], entry["column_encodings"], entry["column_sizes"]
+def _shard(folder: str, entry: _Entry) -> _Shard:
+    """Raises ValueError where the index makes no sense, SampleError where it leads elsewhere."""
+    names, encodings, sizes = entry.column_names, entry.column_encodings, entry.column_sizes
+    if entry.format != "mds" or entry.version != 2:
+        raise ValueError(f"shards of format {entry.format!r}, version {entry.version} are unknown")
     if not len(names) == len(encodings) == len(sizes) or len(set(names)) < len(names):
         raise ValueError("columns, encodings and sizes do not go together")
-    packed = _file(folder, entry["zip_data"]) if entry.get("zip_data") else None
-    samples = int(entry["samples"])
-    if samples < 0:
-        raise ValueError(f"a shard has {samples} samples")
-    return _Shard(
-        _file(folder, entry["raw_data"]),
-        packed,
-        str(entry.get("compression") or "").partition(":")[0],
-        samples,
-        tuple(map(str, names)),
-        tuple(int(size or 0) for size in sizes),
-        tuple(map(decoder, encodings)),
-    )
-
-
-def _file(folder: str, entry: Mapping[str, Any]) -> _File:
-    name, size_bytes = entry["basename"], int(entry["bytes"])
-    parts = str(name).split("/")
-    if not isinstance(name, str) or "\0" in name or name.startswith("/") or {"..", ""} & set(parts):
-        raise SampleError(f"the index in {folder} names the file {name!r}, which lies elsewhere")
-    if not 0 <= size_bytes <= _LARGEST_SHARD_BYTES:
-        raise ValueError(f"{name} is said to have {size_bytes} bytes")
-    return _File(os.path.join(folder, name), size_bytes, dict(entry.get("hashes") or {}))
+    if entry.samples < 0:
+        raise ValueError(f"a shard has {entry.samples} samples")
+    for file in filter(None, (entry.raw_data, entry.zip_data)):
+        name = file.basename
+        if "\0" in name or name.startswith("/") or {"..", ""} & set(name.split("/")):
+            raise SampleError(f"the index in {folder} names the file {name!r}, which lies elsewhere")
+        if not 0 <= file.bytes <= _LARGEST_SHARD_BYTES:
+            raise ValueError(f"{name} is said to have {file.bytes} bytes")
+    return _Shard(folder, entry, tuple(map(decoder, encodings)))
 
 
 def _read(shard: _Shard, begin: int, end: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Some samples of a shard, each with its number there."""
-    path = shard.raw.path
+    path = shard.path
     data = _content(shard)
     try:
         count = int.from_bytes(data[:4], "little")
@@ -326,7 +335,7 @@ def _read(shard: _Shard, begin: int, end: int) -> Iterator[tuple[int, dict[str, 
 
 
 def _columns(shard: _Shard, data: bytes) -> dict[str, Any]:
-    sizes, at = list(shard.sizes), 0
+    sizes, at = [size or 0 for size in shard.entry.column_sizes], 0
     for i, size in enumerate(sizes):
         if not size:
             sizes[i] = int.from_bytes(data[at : at + 4], "little")
@@ -334,7 +343,7 @@ def _columns(shard: _Shard, data: bytes) -> dict[str, Any]:
     if at + sum(sizes) != len(data):
         raise ValueError(f"its columns have {at + sum(sizes)} bytes of {len(data)}")
     fields = {}
-    for name, size, decode in zip(shard.names, sizes, shard.decoders, strict=True):
+    for name, size, decode in zip(shard.entry.column_names, sizes, shard.decoders, strict=True):
         fields[name] = decode(data[at : at + size])
         at += size
     return fields
@@ -342,43 +351,41 @@ def _columns(shard: _Shard, data: bytes) -> dict[str, Any]:
 
 def _content(shard: _Shard) -> bytes | mmap.mmap:
     """A shard's bytes, verified; mapped where it is not compressed."""
-    raw, packed = shard.raw, shard.packed
+    raw, packed = shard.entry.raw_data, shard.entry.zip_data
     try:
-        if packed is None or os.path.exists(raw.path):
-            with open(raw.path, "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            _verify(mapped, raw)
-            return mapped
-        with open(packed.path, "rb") as file:
-            content = file.read(packed.size_bytes + 1)
-        _verify(content, packed)
-        with open(packed.path, "rb") as file:
-            unpacked = read_up_to(_opened(file, shard.compression, packed.path), raw.size_bytes + 1)
-        _verify(unpacked, raw)
-        return unpacked
+        if packed is None or os.path.exists(shard.path):
+            with open(shard.path, "rb") as file:
+                content: bytes | mmap.mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        else:
+            with open(shard.path_of(packed), "rb") as file:
+                _verify(file.read(packed.bytes + 1), shard, packed)
+                file.seek(0)
+                content = read_up_to(_unpacking(file, shard).read, raw.bytes + 1)
+        _verify(content, shard, raw)
+        return content
     except (SampleError, InvalidArgument):
         raise
     except OSError as error:
-        raise SampleError(f"{raw.path} cannot be read: {error.strerror or error}") from error
+        raise SampleError(f"{shard.path} cannot be read: {error.strerror or error}") from error
     except (EOFError, ValueError, zlib.error) as error:
-        raise SampleError(f"{raw.path} is damaged or cut off: {error}") from error
+        raise SampleError(f"{shard.path} is damaged or cut off: {error}") from error
 
 
-def _verify(data: bytes | mmap.mmap, file: _File) -> None:
-    if len(data) != file.size_bytes:
-        raise SampleError(
-            f"{file.path} does not have the {file.size_bytes} bytes that the index says: copy it again"
-        )
+def _verify(data: bytes | mmap.mmap, shard: _Shard, file: _File) -> None:
+    path = shard.path_of(file)
+    if len(data) != file.bytes:
+        raise SampleError(f"{path} does not have the {file.bytes} bytes that the index says: copy it again")
     for kind in _verifiable(file):
         if hashlib.new(kind, data).hexdigest() != file.hashes[kind]:
-            raise SampleError(f"{file.path} is damaged: its {kind} is wrong. Copy it again")
+            raise SampleError(f"{path} is damaged: its {kind} is wrong. Copy it again")
 
 
 def _verifiable(file: _File) -> list[str]:
     return [kind for kind in file.hashes if kind in hashlib.algorithms_guaranteed and "shake" not in kind]
 
 
-def _opened(file: Any, compression: str, path: str) -> Readable:
+def _unpacking(file: Any, shard: _Shard) -> Readable:
+    compression = (shard.entry.compression or "").partition(":")[0]
     if compression == "gz":
         return gzip.GzipFile(fileobj=file)
     if compression == "bz2":
@@ -387,11 +394,7 @@ def _opened(file: Any, compression: str, path: str) -> Readable:
         try:
             import pyarrow
         except ImportError:
-            raise InvalidArgument(f"{path} needs pyarrow: {installing('arrow')}") from None
+            raise InvalidArgument(f"{shard.path} needs pyarrow: {installing('arrow')}") from None
         reader: Readable = pyarrow.CompressedInputStream(file, "zstd")
         return reader
-    raise SampleError(f"{path} is compressed with {compression!r}: gz, bz2 and zstd can be read")
-
-
-def _name(value: Any) -> str:
-    return text_of(value) if isinstance(value, bytes) else str(value)
+    raise SampleError(f"{shard.path} is compressed with {compression!r}: gz, bz2 and zstd can be read")

@@ -7,7 +7,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples.layout import text_of
+from penstock.samples.layout import bytes_of, text_of
 from penstock.samples.manifest import Field
 
 Item = TypeVar("Item")
@@ -54,6 +54,25 @@ class Block(NamedTuple):
     data_ends: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int32] | None = None
 
+    def part(self, begin: int, end: int) -> Block:
+        """Those from ``begin`` up to ``end``."""
+        ends = self.name_ends, self.data_ends
+        names, data = (slice(int(each[begin - 1]) if begin else 0, int(each[end - 1])) for each in ends)
+        return Block(
+            self.names[names],
+            self.name_ends[begin:end] - names.start,
+            self.data[data],
+            self.data_ends[begin:end] - data.start,
+            None if self.labels is None else self.labels[begin:end],
+        )
+
+
+def as_block(sample: RawSample) -> Block:
+    """A block of one sample."""
+    name, data = np.frombuffer(bytes_of(sample.name), np.uint8), np.frombuffer(sample.data, np.uint8)
+    ends = (np.array([len(each)], np.int64) for each in (name, data))
+    return Block(name, next(ends), data, next(ends), np.array([sample.label], np.int32))
+
 
 class Source(Protocol):
     """Samples in a fixed order: each iteration gives the same, so that packing can be resumed.
@@ -83,44 +102,23 @@ class Source(Protocol):
         """The partition of one process among ``world``: disjoint, and together everything."""
 
 
-class Partition(NamedTuple):
-    """Which part of a source one process packs: number ``rank`` among ``world``."""
+@dataclass(frozen=True)
+class Partitioned:
+    """A source that knows which part of it one process packs: number ``rank`` among ``world``."""
 
-    rank: int = 0
-    world: int = 1
+    rank: int = field(default=0, kw_only=True)
+    world: int = field(default=1, kw_only=True)
 
-    def divide(self, rank: int, world: int) -> Partition:
-        """The partition of a process; only of a whole source."""
+    def of_rank(self: One, rank: int, world: int) -> One:
         if not 0 <= rank < world:
             raise InvalidArgument(f"rank={rank} is none of world={world} processes: give 0 <= rank < world")
         if self.world != 1:
             raise InvalidArgument("this source is a partition already: divide the whole source instead")
-        return Partition(rank, world)
+        return replace(self, rank=rank, world=world)
 
-    def range(self, items: int) -> range:
+    def share(self, items: int) -> range:
         """The positions of this partition among ``items``, without gaps."""
         return range(items * self.rank // self.world, items * (self.rank + 1) // self.world)
-
-    def has(self, position: int) -> bool:
-        """Whether an item is in this partition where every ``world``-th is."""
-        return position % self.world == self.rank
-
-    def deal(self, shards: Sequence[Item]) -> tuple[Sequence[Item], Partition]:
-        """The shards to read, and which of their samples to keep: whole shards if there are enough."""
-        if len(shards) < self.world:
-            return shards, self
-        mine = self.range(len(shards))
-        return shards[mine.start : mine.stop], Partition()
-
-
-@dataclass(frozen=True)
-class Partitioned:
-    """A source that knows which partition of it this is."""
-
-    partition: Partition = field(default=Partition(), kw_only=True)
-
-    def of_rank(self: One, rank: int, world: int) -> One:
-        return replace(self, partition=self.partition.divide(rank, world))
 
 
 @dataclass(frozen=True)
@@ -138,14 +136,37 @@ class Numbered(Partitioned):
     @property
     def mine(self) -> range:
         """The numbers of this partition's samples."""
-        return self.partition.range(self.count())
+        return self.share(self.count())
 
     @property
     def samples(self) -> int:
         return len(self.mine)
 
+    def share_of(self, size_bytes: int) -> int:
+        """About how many of the source's bytes this partition has."""
+        return size_bytes * self.samples // max(self.count(), 1)
+
     def __iter__(self) -> Iterator[Any]:
         return self.after(0)
+
+
+def parts_with(
+    wanted: range, parts: Iterable[Item], count: Callable[[Item], int]
+) -> Iterator[tuple[Item, int, int, int]]:
+    """Those of ``parts``, which lie one after the other, that hold wanted samples.
+
+    count   how many samples a part has
+
+    Each with the number of its first sample, and from which of its samples up to which are wanted.
+    """
+    first = 0
+    for part in parts:
+        if first >= wanted.stop:
+            return
+        begin, end = max(wanted.start - first, 0), min(wanted.stop - first, count(part))
+        if begin < end:
+            yield part, first, begin, end
+        first += count(part)
 
 
 @dataclass(frozen=True)
@@ -175,31 +196,33 @@ class Sharded(Partitioned):
 
     @property
     def size_bytes(self) -> int | None:
-        shards, partition = self.partition.deal(self.shards)
+        shards, every = self._mine()
         if any(path.endswith("gz") for path, _ in shards):
             return None
-        return sum(os.path.getsize(path) for path, _ in shards) // partition.world
+        return sum(os.path.getsize(path) for path, _ in shards) // every
+
+    def _mine(self) -> tuple[Sequence[tuple[str, str]], int]:
+        """The shards to read, and that every so many-th of their samples is kept: all of enough shards."""
+        if len(self.shards) < self.world:
+            return self.shards, self.world
+        mine = self.share(len(self.shards))
+        return self.shards[mine.start : mine.stop], 1
 
     def __iter__(self) -> Iterator[RawSample]:
-        shards, partition = self.partition.deal(self.shards)
+        shards, every = self._mine()
         position = 0
         for path, shard in shards:
             for number, item in enumerate(self.read(path)):
-                if partition.has(position):
+                if position % every == self.rank % every:
                     yield self.sample(path, shard, number, item)
                 position += 1
 
 
 def numbers(begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Names in decimal, from ``begin`` on, as a Block has them: names, name_ends."""
-    text = "".join(map(str, range(begin, end))).encode()
-    counts = np.arange(begin, end, dtype=np.int64)
-    lengths = np.ones(end - begin, np.int64)
-    power = 10
-    while power < end:
-        lengths += counts >= power
-        power *= 10
-    return np.frombuffer(text, np.uint8), np.cumsum(lengths)
+    texts = list(map(str, range(begin, end)))
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    return np.frombuffer("".join(texts).encode(), np.uint8), np.cumsum(lengths)
 
 
 class Readable(Protocol):
@@ -228,13 +251,13 @@ def unpacked(path: str) -> Iterator[tuple[Readable, int | None]]:
         raise SampleError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def read_up_to(file: Readable, size_bytes: int) -> bytes:
+def read_up_to(read: Callable[[int], bytes], size_bytes: int) -> bytes:
     """So many bytes, or fewer at the end. Memory grows with what is there, not with what is asked for."""
-    data = file.read(min(size_bytes, _READ_BYTES))
+    data = read(min(size_bytes, _READ_BYTES))
     if len(data) == size_bytes:
         return data
     pieces, left = [data], size_bytes - len(data)
-    while left and (piece := file.read(min(left, _READ_BYTES))):
+    while left and (piece := read(min(left, _READ_BYTES))):
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
@@ -258,7 +281,7 @@ class Labels:
     @classmethod
     def of_values(cls, values: Iterable[Any]) -> Labels:
         """Numbers up to the largest value where all are numbers; otherwise the values, sorted."""
-        texts = {_label_text(value) for value in values if value is not None}
+        texts = {label_text(value) for value in values if value is not None}
         if all(_NUMBER.fullmatch(text) for text in texts):
             largest = max(map(int, texts), default=-1)
             if largest >= MOST_CLASSES:
@@ -270,16 +293,17 @@ class Labels:
 
     def label(self, value: Any, name: str) -> int:
         """The label of a sample; InvalidArgument where it is of none of the classes."""
-        if value is None:
-            return -1
-        text = _label_text(value)
+        if value is None or isinstance(value, int):
+            return check_label(-1 if value is None else value, self.classes, name)
+        text = label_text(value)
         label = self._labels.get(text, int(text) if _NUMBER.fullmatch(text) else None)
         if label is None:
             raise InvalidArgument(f"sample {name!r} is of the class {text!r}, which is none of the source's")
         return check_label(label, self.classes, name)
 
 
-def _label_text(value: Any) -> str:
+def label_text(value: Any) -> str:
+    """A value as the name of a class."""
     text = text_of(value) if isinstance(value, bytes) else str(value)
     return printable(text).strip()
 

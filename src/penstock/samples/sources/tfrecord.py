@@ -62,7 +62,7 @@ def _records(path: str, largest_bytes: int) -> Iterator[bytes]:
                     f"{path} has a record of {length} bytes at byte {at}: more than "
                     f"{format_bytes(largest_bytes)}. Check the file, or pass max_sample_bytes="
                 )
-            data, data_sum = read_up_to(file, length), file.read(_SUM.size)
+            data, data_sum = read_up_to(file.read, length), file.read(_SUM.size)
             if len(data) < length or len(data_sum) < _SUM.size:
                 raise SampleError(f"{path} is cut off in the record at byte {at}, which has {length} bytes")
             if _SUM.pack(_masked(data)) != data_sum:

@@ -68,21 +68,20 @@ class _Archive:
         self._at = 0
 
     def members(self) -> Iterator[Member]:
-        long_name: bytes | None = None
         attributes: dict[bytes, bytes] = {}
         everywhere: dict[bytes, bytes] = {}
         while (header := self._header()) is not None:
             if header.kind in (b"L", b"K", b"x", b"g"):
                 data = self._data(header, _LARGEST_HEADER_BYTES, "header")
                 if header.kind == b"L":
-                    long_name = data.partition(b"\0")[0]
+                    attributes[b"path"] = data.partition(b"\0")[0]
                 elif header.kind == b"x":
-                    attributes = self._attributes(data)
+                    attributes |= self._attributes(data)
                 elif header.kind == b"g":
                     everywhere |= self._attributes(data)
                 continue
-            header = self._overridden(header, long_name, everywhere | attributes)
-            long_name, attributes = None, {}
+            header = self._overridden(header, everywhere | attributes)
+            attributes = {}
             name = self._checked(header)
             if header.kind == b"5" or (header.path.endswith(b"/") and not header.size_bytes):
                 continue
@@ -90,7 +89,12 @@ class _Archive:
                 what = _REFUSED.get(header.kind, f"of the unknown kind {header.kind!r}")
                 raise self._wrong(f"{name} is {what}: only regular files are packed")
             yield Member(name, self._data(header, self._largest_bytes, name))
-        self._finish()
+        # Behind the end mark are zeros; once they are read, gzip verifies its checksum.
+        behind = 0
+        while data := self._file.read(1 << 20):
+            behind += len(data) - data.count(0)
+        if behind:
+            _log.warning("archive %s: what lies behind its end mark is left out", self._path)
 
     def _header(self) -> _Header | None:
         """The next header; None at the end of the archive."""
@@ -117,25 +121,13 @@ class _Archive:
             raise self._wrong(f"{_shown(path)} has no valid size")
         return _Header(path, found.size, block[156:157])
 
-    def _finish(self) -> None:
-        """Read what is behind the end mark: zeros, and then gzip verifies its checksum."""
-        behind = 0
-        while data := self._file.read(1 << 20):
-            behind += len(data) - data.count(0)
-        if behind:
-            _log.warning("archive %s: what lies behind its end mark is left out", self._path)
-
-    def _overridden(self, header: _Header, long_name: bytes | None, pax: dict[bytes, bytes]) -> _Header:
-        path = pax.get(b"path", header.path if long_name is None else long_name)
-        size_bytes = header.size_bytes
+    def _overridden(self, header: _Header, pax: dict[bytes, bytes]) -> _Header:
+        path, digits = pax.get(b"path", header.path), pax.get(b"size", b"%d" % header.size_bytes)
         if any(key.startswith(b"GNU.sparse") for key in pax):
             raise self._wrong(f"{_shown(path)} is a sparse file: only regular files are packed")
-        if b"size" in pax:
-            digits = pax[b"size"]
-            if not digits.isdigit() or len(digits) > 20:
-                raise self._wrong(f"{_shown(path)} has no valid size")
-            size_bytes = int(digits)
-        return header._replace(path=path, size_bytes=size_bytes)
+        if not digits.isdigit() or len(digits) > 20:
+            raise self._wrong(f"{_shown(path)} has no valid size")
+        return header._replace(path=path, size_bytes=int(digits))
 
     def _checked(self, header: _Header) -> str:
         """The member's path, which must stay where it is."""
@@ -180,7 +172,7 @@ class _Archive:
         return found
 
     def _read(self, size_bytes: int) -> bytes:
-        data = read_up_to(self._file, size_bytes)
+        data = read_up_to(self._file.read, size_bytes)
         self._at += len(data)
         return data
 
