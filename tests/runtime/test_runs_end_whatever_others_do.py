@@ -194,6 +194,21 @@ def test_a_lease_whose_swap_file_is_in_use_lingers(tmp_path: Path) -> None:
         assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
 
 
+def test_a_lease_goes_on_with_its_own_swap_file_once_that_of_the_first_is_closed(tmp_path: Path) -> None:
+    with open(tmp_path / "first", "wb+") as first_file, open(tmp_path / "second", "wb+") as second_file:
+        first = arena.activate(4 * MIB, (-1, first_file.fileno(), 1 << 30, 0))
+        tensors = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(6)]
+        assert not first.close(), "two of them are in its file"
+        second = arena.activate(4 * MIB, (-1, second_file.fileno(), 1 << 30, 0))
+        del tensors[:]
+        assert first.close(), "nothing is in its file"
+        tensors = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(8)]
+        assert os.fstat(second_file.fileno()).st_size > 0
+        assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
+        del tensors[:]
+        assert second.close()
+
+
 def test_who_forgot_an_open_run_is_told(tmp_path: Path) -> None:
     opened = _offload(tmp_path, "40KiB", smallest_bytes=EVERYTHING)
     with pytest.raises(penstock.BudgetTooSmall) as inside, opened.step():

@@ -40,6 +40,9 @@ _LIBRARY = "/libc10.so"
 _SPARE_FRACTION = 0.05
 _SPARE_BYTES = 4 << 20
 
+Swap = tuple[int, int, int, int]  # see Lease
+NO_SWAP: Swap = (-1, -1, 0, 0)
+
 _lock = threading.Lock()
 _budgets: dict[Lease, int] = {}
 _lingering: dict[Lease, int] = {}
@@ -54,16 +57,18 @@ class Lease:
     when the first of them opens is beside their budgets, and stays there.
 
     swap   (descriptor for direct I/O or -1, descriptor, most bytes, where these begin) of the file for what
-           the arena evicts by itself; it belongs to the caller, and is used while the first lease that gave
-           one is open. Of a namespace: (-1, its handle, and so on)
+           the arena evicts by itself; it belongs to the caller. The arena uses that of the first lease that
+           gave one, and when that one is closed the next one's. Of a namespace: (-1, its handle, and so on)
     """
 
-    def __init__(self, budget_bytes: int, swap: tuple[int, int, int, int] | None = None) -> None:
+    def __init__(self, budget_bytes: int, swap: Swap | None = None) -> None:
+        self._swap = swap
         with _lock:
-            held = any(lease.gives_swap for lease in (*_budgets, *_lingering))
-            self.gives_swap: bool = swap is not None and not held
-            if swap is not None and self.gives_swap:
-                self.gives_swap = _native.arena_swap_file(*swap)
+            self._gives_swap = (
+                swap is not None
+                and not any(lease._gives_swap for lease in (*_budgets, *_lingering))
+                and _native.arena_swap_file(*swap)
+            )
             if not _budgets:
                 _native.arena_disown_all()
             _budgets[self] = budget_bytes
@@ -73,8 +78,8 @@ class Lease:
                 del _budgets[self]
                 if not _budgets:
                     _native.arena_own_all()
-                if self.gives_swap:
-                    _native.arena_swap_file(-1, -1, 0)
+                if self._gives_swap:
+                    _pass_swap_on()
                 raise
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -108,8 +113,9 @@ class Lease:
                     _native.arena_bring_in_all()  # those, too, that no kernel has used
             except OSError as error:
                 problem, ended = error, False
-            if ended and self.gives_swap:
-                ended = _native.arena_swap_file(-1, -1, 0)
+            if ended and self._gives_swap:
+                ended = _pass_swap_on()
+                self._gives_swap = not ended
             if not ended:
                 _lingering[self] = budget_bytes
             _apply()
@@ -134,7 +140,7 @@ class Lease:
         self.close()
 
 
-def activate(budget_bytes: int, swap: tuple[int, int, int, int] | None = None) -> Lease:
+def activate(budget_bytes: int, swap: Swap | None = None) -> Lease:
     """Keep torch's CPU tensors in the arena, those in memory within ``budget_bytes``.
 
     An allocation that cannot fit fails as if the machine had no memory left. `unavailable` must be None.
@@ -167,6 +173,16 @@ def _apply() -> None:
         _native.arena_deactivate()
         if _lingering:
             _native.arena_set_limit(limit_bytes, budget_bytes)
+
+
+def _pass_swap_on() -> bool:
+    """Have the arena use another lease's swap file, where one gave any. False: the one in use holds blocks.
+    Called with the lock held."""
+    following = next((lease for lease in (*_budgets, *_lingering) if lease._swap is not None), None)
+    passed = _native.arena_swap_file(*(following._swap if following is not None else NO_SWAP))
+    if passed and following is not None:
+        following._gives_swap = True
+    return passed
 
 
 def _install() -> str | None:
