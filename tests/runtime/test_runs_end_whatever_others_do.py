@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def _offload(spill_dir: Path, device_budget: int | str = 4 * MIB, **options: Any
 
 @pytest.fixture(autouse=True)
 def all_is_given_back(tmp_path: Path) -> Iterator[None]:
+    assert arena.unavailable() is None  # installed
     gc.collect()
     threads, files = set(threading.enumerate()), _files()
     yield
@@ -194,8 +196,8 @@ def test_a_lease_whose_swap_file_is_in_use_lingers(tmp_path: Path) -> None:
         assert all(bool((tensor.numpy() == i).all()) for i, tensor in enumerate(tensors))
 
 
-def test_a_lease_goes_on_with_its_own_swap_file_once_that_of_the_first_is_closed(tmp_path: Path) -> None:
-    with open(tmp_path / "first", "wb+") as first_file, open(tmp_path / "second", "wb+") as second_file:
+def test_a_lease_goes_on_with_its_own_swap_file_once_that_of_the_first_is_closed() -> None:
+    with tempfile.TemporaryFile() as first_file, tempfile.TemporaryFile() as second_file:
         first = arena.activate(4 * MIB, (-1, first_file.fileno(), 1 << 30, 0))
         tensors = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(6)]
         assert not first.close(), "two of them are in its file"
