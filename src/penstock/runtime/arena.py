@@ -41,7 +41,6 @@ _SPARE_FRACTION = 0.05
 _SPARE_BYTES = 4 << 20
 
 Swap = tuple[int, int, int, int]  # see Lease
-NO_SWAP: Swap = (-1, -1, 0, 0)
 
 _lock = threading.Lock()
 _budgets: dict[Lease, int] = {}
@@ -63,12 +62,10 @@ class Lease:
 
     def __init__(self, budget_bytes: int, swap: Swap | None = None) -> None:
         self._swap = swap
+        self._gives_swap = False
         with _lock:
-            self._gives_swap = (
-                swap is not None
-                and not any(lease._gives_swap for lease in (*_budgets, *_lingering))
-                and _native.arena_swap_file(*swap)
-            )
+            if swap is not None and not any(lease._gives_swap for lease in (*_budgets, *_lingering)):
+                self._gives_swap = _native.arena_swap_file(*swap)
             if not _budgets:
                 _native.arena_disown_all()
             _budgets[self] = budget_bytes
@@ -178,11 +175,11 @@ def _apply() -> None:
 def _pass_swap_on() -> bool:
     """Have the arena use another lease's swap file, where one gave any. False: the one in use holds blocks.
     Called with the lock held."""
-    following = next((lease for lease in (*_budgets, *_lingering) if lease._swap is not None), None)
-    passed = _native.arena_swap_file(*(following._swap if following is not None else NO_SWAP))
-    if passed and following is not None:
-        following._gives_swap = True
-    return passed
+    for lease in (*_budgets, *_lingering):
+        if lease._swap is not None:
+            lease._gives_swap = _native.arena_swap_file(*lease._swap)
+            return lease._gives_swap
+    return _native.arena_swap_file(-1, -1, 0)
 
 
 def _install() -> str | None:
