@@ -60,8 +60,14 @@ def test_the_file_is_mapped_unless_memory_of_its_own_is_asked_for(tmp_path: Path
         assert (cached_share(file.fileno()) == 1.0) == (mmap is not False)
 
 
-def test_the_page_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
+@pytest.mark.parametrize("size_bytes", [100, 1 << 20, (1 << 24) + 4097])
+@pytest.mark.parametrize("has_cachestat", [True, False])
+def test_the_page_cache_is_asked_what_it_holds(
+    has_cachestat: bool, size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cachestat:
+        monkeypatch.setattr("penstock.checkpoint.source._ask_cachestat", lambda *_: None)
+    (tmp_path / "file").write_bytes(bytes(size_bytes))
     with (tmp_path / "file").open("rb") as file:
         assert cached_share(file.fileno()) == 1.0
     drop_cache(tmp_path / "file")
