@@ -242,6 +242,31 @@ def test_resident_bytes_fall_when_tensors_leave(away: Away) -> None:
         assert torch.equal(tensor[:100], tensor_of(random_bytes(tensor.numel()))[:100])
 
 
+@pytest.mark.parametrize("size", [4096, 100_000, 3 * MIB])
+def test_nobody_gets_the_addresses_of_a_read_that_was_abandoned(away: Away, size: int) -> None:
+    """The system may still write there: a ring whose descriptors were closed does not say when it ends."""
+    content = random_bytes(size)
+    tensor = tensor_of(content)
+    address, segment = tensor.data_ptr(), away.write(tensor)
+    assert _native.arena_leave(address, [segment])
+    before = _native.arena_stats().in_memory_bytes
+    abandoned = _native.arena_stage(address)
+    _native.arena_abandon(abandoned)
+    assert _native.arena_state(address) == "out"
+    assert _native.arena_stats().in_memory_bytes == before
+    others = []
+    for _ in range(50):
+        staging = _native.arena_stage(address)
+        assert not abandoned - size < staging < abandoned + size
+        _native.arena_unstage(staging)
+        others.append(torch.full((size,), 7, dtype=torch.uint8))
+        assert not abandoned - size < others[-1].data_ptr() < abandoned + size
+    assert away.come_back(tensor, segment)
+    assert np.array_equal(tensor.numpy(), content)
+    with pytest.raises(ValueError):
+        _native.arena_abandon(abandoned)
+
+
 @pytest.mark.parametrize("size", [MIB, 3 * MIB, 16 * MIB])
 def test_what_comes_back_writable_is_not_taken_for_its_copy(away: Away, size: int) -> None:
     content = random_bytes(size)
