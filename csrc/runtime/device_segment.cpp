@@ -24,9 +24,14 @@ bool is_leaving(const ManagedStorage& managed) {
   return managed.state == kLeaving && managed.freeing_bytes > 0 && !managed.is_void;
 }
 
+// What comes back moves until its copy begins.
+bool moves(const ManagedStorage& managed) {
+  return managed.state == kComing ? managed.queued : managed.state == kResident && managed.hold.is_none();
+}
+
 double cost(const ManagedStorage* managed, bool may_leave) {
   if (managed == nullptr || !managed->movable || managed->stays || managed->pins > 0) return kNever;
-  if (managed->state == kResident && managed->hold.is_none()) return kMoveCost;
+  if (moves(*managed)) return kMoveCost;
   if (managed->state != kLeaving) return kNever;
   return is_leaving(*managed) ? kLeavingCost : may_leave ? kLeaveCost : kNever;
 }
@@ -158,7 +163,8 @@ std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool 
   const auto block_cost = [&, largest_bytes = largest_free_bytes()](const Block& block) -> double {
     if (block.is_free) return 0;
     double each = cost(block.managed, may_leave);
-    if (each == kMoveCost && rounded(block.managed->size_bytes) > largest_bytes) each = may_leave ? kLeaveCost : kNever;
+    if (each == kMoveCost && rounded(block.managed->size_bytes) > largest_bytes)
+      each = may_leave && block.managed->state == kResident ? kLeaveCost : kNever;
     return each == kNever ? kNever : each * static_cast<double>(block.size_bytes);
   };
   for (auto next = blocks_.begin(); next != blocks_.end();) {
@@ -193,7 +199,9 @@ std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool 
     if (begin != blocks_.begin() && std::prev(begin)->second.is_free) --begin;
     if (end != blocks_.end() && end->second.is_free) ++end;
     auto found = sorted(begin, end);
-    if (!may_leave && std::ranges::any_of(found.leave, [](const auto* managed) { return !is_leaving(*managed); }))
+    if (std::ranges::any_of(found.leave, [&](const auto* managed) {
+          return managed->state == kComing || (!may_leave && !is_leaving(*managed));
+        }))
       continue;
     double total = 0;
     for (const auto* managed : found.move) total += kMoveCost * static_cast<double>(managed->size_bytes);
@@ -219,7 +227,7 @@ Obstacles DeviceSegment::sorted(Blocks::const_iterator first, Blocks::const_iter
     if (block->second.is_free) continue;
     auto* managed = block->second.managed;
     const auto wanted = rounded(managed->size_bytes);
-    const auto fitting = managed->state == kResident ? outside.lower_bound({wanted, 0}) : outside.end();
+    const auto fitting = moves(*managed) ? outside.lower_bound({wanted, 0}) : outside.end();
     if (fitting == outside.end()) {
       found.leave.push_back(managed);
       continue;

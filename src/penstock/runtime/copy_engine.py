@@ -41,11 +41,16 @@ class Wait(NamedTuple):
 
 
 class _Passage:
-    """A copy that is under way. joined: kernels wait for it on the device, and here it is over."""
+    """A copy that is under way.
 
-    __slots__ = ("joined",)
+    overtakes   it goes before those that wait for their turn
+    joined      kernels wait for it on the device, and here it is over
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("joined", "overtakes")
+
+    def __init__(self, overtakes: bool = False) -> None:
+        self.overtakes = overtakes
         self.joined = False
 
 
@@ -342,8 +347,8 @@ class CopyEngine:
         managed.clean = False
         self._device.will_write(managed)
 
-    def _begin(self, managed: ManagedStorage) -> _Passage:
-        passage = self._passages[managed] = _Passage()
+    def _begin(self, managed: ManagedStorage, overtakes: bool = False) -> _Passage:
+        passage = self._passages[managed] = _Passage(overtakes)
         return passage
 
     def _end(self, managed: ManagedStorage, passage: _Passage, error: PenstockError | None) -> bool:
@@ -356,20 +361,21 @@ class CopyEngine:
         return True
 
     def _join(self, managed: ManagedStorage) -> bool:
-        """Have kernels wait on the device for a copy that was to end first: those of its direction that began
-        before it are over then, too. False: it takes the host."""
-        if managed not in self._passages or not self._device.join(managed):
+        """Have kernels wait on the device for a copy. Those of its direction that come before it are over then,
+        too. False: it takes the host."""
+        passage = self._passages.get(managed)
+        if passage is None:
             return False
-        state = managed.state
-        earlier = []
-        for other in self._passages:
-            if other is managed:
-                break
-            earlier.append(other)
+        if not passage.overtakes:
+            state = managed.state
+            for other in list(self._passages):
+                if other is managed:
+                    break
+                if other.state == state and self._device.join(other):
+                    self._over_for_kernels(other)
+        if not self._device.join(managed):
+            return False
         self._over_for_kernels(managed)
-        for other in earlier:
-            if other.state == state and self._device.join(other):
-                self._over_for_kernels(other)
         return True
 
     def _over_for_kernels(self, managed: ManagedStorage) -> None:
@@ -508,9 +514,12 @@ class CopyEngine:
         self.memory.reserved_bytes += size_bytes
         self._in_bytes += size_bytes
         try:
-            passage = self._begin(managed) if size_bytes == managed.size_bytes else _Passage()
+            passage = _Passage()
+            if size_bytes == managed.size_bytes:
+                passage = self._begin(managed, priority == DEMAND)
             done = functools.partial(self._came, managed, priority, size_bytes, passage)
             self._device.copy_in(managed, storage, priority, done)
+            managed.queued = priority == PREFETCH and managed.state == COMING
         except BaseException:
             self._passages.pop(managed, None)
             self._in_bytes -= size_bytes
@@ -558,6 +567,7 @@ class CopyEngine:
     ) -> None:
         storage = managed.hold
         assert storage is not None
+        managed.queued = False
         if not managed.writing:
             managed.hold = None
         if error is None:
@@ -717,8 +727,9 @@ class CopyEngine:
                     self._refused = size_bytes, self._device.in_memory_bytes()
                     return
                 self._refused = None
+            else:
+                managed.queued = False
             self.prefetches.popleft()
-            managed.queued = False
 
     def _would_be_refused(self, size_bytes: int) -> bool:
         """Whether the device had no memory for a prefetch of so many bytes or fewer, and as many have not

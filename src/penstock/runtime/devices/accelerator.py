@@ -126,7 +126,7 @@ class AcceleratorDevice:
         self._streams = self._copies.streams
         self.paths = self._copies.paths
         self._packing = Packing(self, driver, self._events)
-        self._compaction = Compaction(driver, self.memory)
+        self._compaction = Compaction(driver, self._events, self._copies, self.memory)
         self._next_opening = 0  # the step from which on the segment may be opened
         self._steps = 0
         self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on

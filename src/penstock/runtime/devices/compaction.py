@@ -19,7 +19,8 @@ import torch
 from penstock._native import DeviceMemory, DeviceSegment
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
-from penstock.runtime.storages import RESIDENT, ManagedStorage
+from penstock.runtime.devices.copies import Copies, Events
+from penstock.runtime.storages import COMING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -48,8 +49,8 @@ class Compaction:
     moved_bytes   within the device, in all
     """
 
-    def __init__(self, driver: Driver, memory: DeviceMemory) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, events: Events, copies: Copies, memory: DeviceMemory) -> None:
+        self._driver, self._events, self._copies = driver, events, copies
         self._memory = memory  # its segment is the one that is followed
         self._segment: DeviceSegment | None = None
         self._stream: Any = None
@@ -174,12 +175,25 @@ class Compaction:
                 segment.give_up(taken)
 
     def _move(self, segment: DeviceSegment, managed: ManagedStorage) -> bool:
-        storage = managed.storage()
-        if storage is None or managed.state != RESIDENT or not segment.fits([managed.size_bytes]):
+        storage = managed.hold or managed.storage()
+        if storage is None or not segment.fits([managed.size_bytes]):
             return False
+        if managed.state == COMING:  # what it comes to is not written yet
+
+            def moved() -> Any:
+                return self._events.record(managed.place) if self._resize(managed, storage) else None
+
+            if not self._copies.change(managed, moved):
+                managed.queued = False
+                return False
+        elif managed.state != RESIDENT or not self._resize(managed, storage):
+            return False
+        segment.put(managed, storage.data_ptr())
+        return True
+
+    def _resize(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
             self.was_refused(managed.size_bytes)
             return False
         self.moved_bytes += managed.size_bytes
-        segment.put(managed, storage.data_ptr())
         return True

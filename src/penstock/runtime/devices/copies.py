@@ -119,9 +119,9 @@ class Copies:
                 ("in", self.paths.read, self._staged_in),
             )
         )
-        # By key: the copy of it as it is to or from the host, and the event after which that is over.
-        self._issued: dict[int, tuple[Copy, Any]] = {}
-        self._joined: set[Any] = set()  # of these events, those that streams of kernels wait for
+        # By key: the copy of it as it is to or from the host, which kernels may wait for.
+        self._joinable: dict[int, tuple[StreamQueue, Copy]] = {}
+        self._joined: set[Any] = set()  # events of those that they wait for
         self._lock = threading.Lock()  # both, and how many copies use a block of the slab
 
     def reserve(self, size_bytes: int, tier: str) -> Slot:
@@ -163,23 +163,24 @@ class Copies:
 
         def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
             with self._lock:
-                if self._issued.get(managed.key) == (copy, event):
-                    del self._issued[managed.key]
-                self._joined.discard(event)
+                if self._joinable.get(managed.key) == joinable:
+                    del self._joinable[managed.key]
+                self._joined.discard(copy.over)
                 self._copy_over(slot)
             self._events.free.extend(ready)
             done(error, moved)
 
-        with self._lock:  # until `event` is known
+        copy = Copy(managed, content, slot.block, ready, over)
+        joinable = self._to_host if out else self._from_host, copy
+        with self._lock:
             slot.copies += 1
-            copy = Copy(managed, content, slot.block, ready, over)
             try:
-                event = (self._to_host if out else self._from_host).put(copy)
+                joinable[0].put(copy, priority)
             except BaseException:
                 self._copy_over(slot)
                 raise
             if joins:
-                self._issued[managed.key] = copy, event
+                self._joinable[managed.key] = joinable
 
     def _copy_over(self, slot: Slot) -> None:
         slot.copies -= 1
@@ -189,15 +190,24 @@ class Copies:
     def join(self, managed: ManagedStorage) -> bool:
         """Have kernels wait for the storage's copy. False: it is none that they can wait for."""
         with self._lock:
-            issued = self._issued.pop(managed.key, None)
-            if issued is None:
+            joinable = self._joinable.pop(managed.key, None)
+            if joinable is None:
                 return False
-            copy, event = issued
+            waiting, copy = joinable
+            event = waiting.begin(copy)
+            if event is None:  # it failed, which the host is told
+                return False
             self._joined.add(event)
             copy.storage = None  # who frees the memory from now on frees it behind the copy
             for stream in {*self.streams, managed.place}:
                 stream.wait_event(event)
         return True
+
+    def change(self, managed: ManagedStorage, change: Callable[[], Any]) -> bool:
+        """Before a copy begins that kernels might wait for. False: there is none, or it has."""
+        with self._lock:
+            joinable = self._joinable.get(managed.key)
+            return joinable is not None and joinable[0].change(joinable[1], change)
 
     def add_stream(self, stream: Any) -> None:
         """Kernels run on it, too: it waits for what the others wait for."""

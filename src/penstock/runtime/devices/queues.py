@@ -22,6 +22,10 @@ from penstock.storage.extents import Extent
 
 logger = logging.getLogger("penstock")
 
+# That a stream has been given, and not done: while the host sees to something else, the link is not to be idle,
+# and what is needed now waits for these bytes.
+STREAM_BYTES = 64 << 20
+
 # What went wrong, and what was moved.
 Outcome = tuple[PenstockError | None, Sequence[Moved]]
 
@@ -38,9 +42,10 @@ class Copy:
     ready               events after which it may begin: of kernels that made the content, or used the memory
                         before. They are free again when ``done`` is called
     begin, size_bytes   the part of the storage that is copied, all of it unless told
+    waits, over         it was not given to a stream yet; the event after which it is over there
     """
 
-    __slots__ = ("begin", "block", "done", "managed", "ready", "size_bytes", "storage")
+    __slots__ = ("begin", "block", "done", "managed", "over", "ready", "size_bytes", "storage", "waits")
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Copy:
         self.ready = ready
         self.done = done
         self.begin = begin
+        self.waits, self.over = True, None
         self.size_bytes = storage.nbytes() if size_bytes is None else size_bytes
 
     def wait(self) -> None:
@@ -175,8 +181,9 @@ class CopyQueue(_Served):
 
 
 class StreamQueue(_Served):
-    """Gives the copies of one direction to a stream as they come, and sees on a thread when each is over. The
-    stream goes from one to the next without the host.
+    """Gives the copies of one direction to a stream, the most urgent first, and sees on a thread when each is
+    over. The stream has so many bytes at a time that it goes from one to the next without the host; what waits
+    here is overtaken by what is needed now.
 
     issue     of a Copy and the stream: returns the event after which it is over
     recycle   takes that event when nobody waits for it any more
@@ -196,47 +203,81 @@ class StreamQueue(_Served):
         self._link = link
         self._issue = issue
         self._recycle = recycle
-        self._issued: deque[tuple[Copy, Any]] = deque()
+        self._waiting: list[tuple[int, int, Copy]] = []  # with some that have begun meanwhile
+        self._count = itertools.count()
+        self._begun: deque[tuple[Copy, Exception | None]] = deque()  # and why it did not
+        self._stream_bytes = 0  # of what was given to the stream, and is not over
         self._thread.start()
 
-    def put(self, copy: Copy) -> Any:
-        """The event after which the copy is over."""
+    def put(self, copy: Copy, priority: int) -> None:
         with self._changed:
             self._require_open()
-            # On a thread of the program's: no mode of its own sees the copy.
-            with (
-                torch._C._DisableTorchDispatch(),
-                torch._C.DisableTorchFunction(),
-                self._mark(copy),
-            ):
+            heapq.heappush(self._waiting, (priority, next(self._count), copy))
+            self._begin_some()
+
+    def begin(self, copy: Copy) -> Any:
+        """Have it begin now, unless it has; the event after which it is over. None: it failed."""
+        with self._changed:
+            if copy.waits:
+                self._begin(copy)
+            return copy.over
+
+    def change(self, copy: Copy, change: Callable[[], Any]) -> bool:
+        """Have it begin after the event that ``change`` gives, too. False: it has begun, or there is none."""
+        with self._changed:
+            event = change() if copy.waits else None
+            if event is not None:
+                copy.ready.append(event)
+            return event is not None
+
+    def _begin_some(self) -> None:
+        while self._waiting and self._stream_bytes < STREAM_BYTES:
+            copy = heapq.heappop(self._waiting)[-1]
+            if copy.waits:
+                self._begin(copy)
+
+    def _begin(self, copy: Copy) -> None:
+        copy.waits = False
+        refused = None
+        try:
+            # It may be a thread of the program's: no mode of its own sees the copy.
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._mark(copy):
                 for event in copy.ready:
                     self._stream.wait_event(event)
-                over = self._issue(copy, self._stream)
-            self._issued.append((copy, over))
-            self._changed.notify()
-        return over
+                copy.over = self._issue(copy, self._stream)
+        except Exception as error:
+            refused = error
+        self._stream_bytes += copy.size_bytes
+        self._begun.append((copy, refused))
+        self._changed.notify()
 
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
-            copy, over = entry
-            done = copy.done
+            copy, refused = entry
+            done, over = copy.done, copy.over
             outcome: Outcome
             try:
+                if refused is not None:
+                    raise refused
                 copy.wait()
                 begun_s = time.perf_counter()  # the copy before it is over, too
                 over.synchronize()
                 outcome = None, [copy.moved(self._link, begun_s, time.perf_counter())]
             except Exception as error:
                 outcome = failure(error), []
+            with self._changed:
+                self._stream_bytes -= copy.size_bytes
+                self._begin_some()
             copy.storage = None  # whoever is told that the copy is over may free its memory
-            del copy, entry
+            del copy, entry, refused
             tell(done, *outcome)
-            self._recycle(over)
+            if over is not None:
+                self._recycle(over)
             del done, outcome, over
 
-    def _next(self) -> tuple[Copy, Any] | None:
+    def _next(self) -> tuple[Copy, Exception | None] | None:
         with self._changed:
-            return self._issued.popleft() if self._wait_for(self._issued) else None
+            return self._begun.popleft() if self._wait_for(self._begun) else None
 
 
 def failure(error: Exception) -> PenstockError:

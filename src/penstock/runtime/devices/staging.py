@@ -132,7 +132,8 @@ class Staging:
         copy = chunk.whole.copy
         assert copy.storage is not None
         self._bus.put(
-            Copy(copy.managed, copy.storage, chunk.buffer, copy.ready, over, chunk.begin, chunk.size_bytes)
+            Copy(copy.managed, copy.storage, chunk.buffer, copy.ready, over, chunk.begin, chunk.size_bytes),
+            chunk.whole.priority,
         )
 
     def _write(self, chunk: _Chunk, over: Done) -> None:
