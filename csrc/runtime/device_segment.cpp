@@ -16,6 +16,10 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 // Places of least cost that are looked at.
 constexpr std::size_t kTried = 64;
 
+// Where nothing makes a block that is large enough at once, one is made that is larger than all that are free, by so
+// many parts of what is missing.
+constexpr std::int64_t kParts = 8;
+
 std::int64_t rounded(std::int64_t size_bytes) {
   return (size_bytes + DeviceSegment::kRound - 1) / DeviceSegment::kRound * DeviceSegment::kRound;
 }
@@ -24,16 +28,16 @@ bool is_leaving(const ManagedStorage& managed) {
   return managed.state == kLeaving && managed.freeing_bytes > 0 && !managed.is_void;
 }
 
-// What comes back moves until its copy begins.
+// What leaves does not: its copy, and those behind it, would wait for what is done to its memory now.
 bool moves(const ManagedStorage& managed) {
-  return managed.state == kComing ? managed.queued : managed.state == kResident && managed.hold.is_none();
+  return managed.state == kComing ? managed.waits : managed.state == kResident && managed.hold.is_none();
 }
 
 double cost(const ManagedStorage* managed, bool may_leave) {
   if (managed == nullptr || !managed->movable || managed->stays || managed->pins > 0) return kNever;
   if (moves(*managed)) return kMoveCost;
   if (managed->state != kLeaving) return kNever;
-  return is_leaving(*managed) ? kLeavingCost : may_leave ? kLeaveCost : kNever;
+  return !may_leave ? kNever : is_leaving(*managed) ? kLeavingCost : kLeaveCost;
 }
 
 }  // namespace
@@ -151,6 +155,14 @@ bool DeviceSegment::fits(const std::vector<std::int64_t>& sizes) const {
 }
 
 std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool may_leave) const {
+  auto found = cheapest_place(size_bytes, may_leave);
+  const auto least = largest_free_bytes(), parts = kParts;
+  for (auto part = parts - 1; part > 0 && !found && !may_leave && size_bytes > least; --part)
+    found = cheapest_place(least + (size_bytes - least) * part / parts, false);
+  return found;
+}
+
+std::optional<Obstacles> DeviceSegment::cheapest_place(std::int64_t size_bytes, bool may_leave) const {
   struct Place {
     double cost;
     Blocks::const_iterator first, last;
@@ -164,7 +176,7 @@ std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool 
     if (block.is_free) return 0;
     double each = cost(block.managed, may_leave);
     if (each == kMoveCost && rounded(block.managed->size_bytes) > largest_bytes)
-      each = may_leave && block.managed->state == kResident ? kLeaveCost : kNever;
+      each = may_leave && block.managed->state != kComing ? kLeaveCost : kNever;
     return each == kNever ? kNever : each * static_cast<double>(block.size_bytes);
   };
   for (auto next = blocks_.begin(); next != blocks_.end();) {
@@ -199,9 +211,7 @@ std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool 
     if (begin != blocks_.begin() && std::prev(begin)->second.is_free) --begin;
     if (end != blocks_.end() && end->second.is_free) ++end;
     auto found = sorted(begin, end);
-    if (std::ranges::any_of(found.leave, [&](const auto* managed) {
-          return managed->state == kComing || (!may_leave && !is_leaving(*managed));
-        }))
+    if (std::ranges::any_of(found.leave, [&](const auto* managed) { return !may_leave || managed->state == kComing; }))
       continue;
     double total = 0;
     for (const auto* managed : found.move) total += kMoveCost * static_cast<double>(managed->size_bytes);

@@ -45,7 +45,8 @@ class DeviceSegment {
   std::int64_t free_at(std::uintptr_t address) const;
   // Whether the allocator has blocks for pieces of these sizes, together.
   bool fits(const std::vector<std::int64_t>& sizes) const;
-  // Where it costs least to make one free block of so many bytes.
+  // Where it costs least to make one free block of so many bytes; where only moves may, and cannot, one that is
+  // larger than all that are free.
   //   may_leave   others than those that are leaving may leave, too
   // None: what cannot move is everywhere.
   std::optional<Obstacles> obstacles(std::int64_t size_bytes, bool may_leave) const;
@@ -67,6 +68,7 @@ class DeviceSegment {
   void enter_free(std::uintptr_t address, std::int64_t size_bytes);
   Blocks::iterator remove_free(Blocks::iterator block);
   void vacate(Blocks::iterator block);
+  std::optional<Obstacles> cheapest_place(std::int64_t size_bytes, bool may_leave) const;
   Obstacles sorted(Blocks::const_iterator first, Blocks::const_iterator last) const;
 
   const std::uintptr_t begin_, end_;

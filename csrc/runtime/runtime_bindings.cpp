@@ -42,6 +42,7 @@ void bind_storages(nb::module_& module) {
       .def_rw("writing", &ManagedStorage::writing)
       .def_rw("void", &ManagedStorage::is_void)
       .def_rw("queued", &ManagedStorage::queued)
+      .def_rw("waits", &ManagedStorage::waits)
       .def_rw("movable", &ManagedStorage::movable)
       .def_rw("lasts", &ManagedStorage::lasts)
       .def_rw("gone", &ManagedStorage::gone)

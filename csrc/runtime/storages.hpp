@@ -35,6 +35,7 @@ struct ManagedStorage {
   bool writing = false;  // its packed bytes are being written, or wait for it
   bool movable = false, lasts = false, gone = false;
   bool noted = false;  // by the device, which is told of its death
+  bool waits = false;  // a copy to or from it has not begun, as far as is known: until then it may move
   bool stays = false;  // where its memory is, as others use that too
   std::uintptr_t lies_at = 0;  // in the device's segment; 0: it does not
   nb::object slot = nb::none(), hold = nb::none(), place = nb::none();

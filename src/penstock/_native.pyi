@@ -418,6 +418,7 @@ class ManagedStorage:
     writing: bool  # its packed bytes are being written, or wait for it
     void: bool  # while leaving: it was written, the copy is of no use
     queued: bool  # a copy is waiting for its turn
+    waits: bool  # a copy has not begun, as far as is known: until then the storage may move
     movable: bool  # it can leave the device
     lasts: bool  # it was there before the step, or the optimizer keeps it
     gone: bool  # the device took its memory by itself, and keeps a copy of its own

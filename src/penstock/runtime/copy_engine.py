@@ -519,7 +519,6 @@ class CopyEngine:
                 passage = self._begin(managed, priority == DEMAND)
             done = functools.partial(self._came, managed, priority, size_bytes, passage)
             self._device.copy_in(managed, storage, priority, done)
-            managed.queued = priority == PREFETCH and managed.state == COMING
         except BaseException:
             self._passages.pop(managed, None)
             self._in_bytes -= size_bytes
@@ -567,7 +566,6 @@ class CopyEngine:
     ) -> None:
         storage = managed.hold
         assert storage is not None
-        managed.queued = False
         if not managed.writing:
             managed.hold = None
         if error is None:
@@ -727,9 +725,8 @@ class CopyEngine:
                     self._refused = size_bytes, self._device.in_memory_bytes()
                     return
                 self._refused = None
-            else:
-                managed.queued = False
             self.prefetches.popleft()
+            managed.queued = False
 
     def _would_be_refused(self, size_bytes: int) -> bool:
         """Whether the device had no memory for a prefetch of so many bytes or fewer, and as many have not

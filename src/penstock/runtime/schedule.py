@@ -6,6 +6,7 @@ The plan's kernels are the clock's kernels: nothing is translated.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -130,7 +131,10 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
     count = trace.kernels
     before: list[list[Action]] = [[] for _ in range(count)]
     away: list[tuple[int, str]] = []
+    times = Counter(evict.tensor for evict in plan.evictions)
     for evict in sorted(plan.evictions, key=lambda evict: (evict.after, evict.begin)):
+        if evict.codec == "raw" and evict.prefetch_at <= evict.begin and times[evict.tensor] == 1:
+            continue  # asked back when it begins to be away, it stays, and nothing needs a copy
         start = min(evict.after + 1, evict.begin)
         action = Evict(evict.tensor, evict.tier)
         if evict.codec != "raw":

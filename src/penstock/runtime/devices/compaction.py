@@ -20,13 +20,13 @@ from penstock._native import DeviceMemory, DeviceSegment
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.devices.copies import Copies, Events
-from penstock.runtime.storages import COMING, RESIDENT, ManagedStorage
+from penstock.runtime.storages import RESIDENT, ManagedStorage
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
 
-# Places that are cleared for one request at most.
-ATTEMPTS = 4
+# Places that are cleared for one request at most, many of them to make a free block larger.
+ATTEMPTS = 32
 
 # So often the allocator may refuse what would fit: then it does not divide memory as is thought here.
 SURPRISES = 8
@@ -178,13 +178,12 @@ class Compaction:
         storage = managed.hold or managed.storage()
         if storage is None or not segment.fits([managed.size_bytes]):
             return False
-        if managed.state == COMING:  # what it comes to is not written yet
+        if managed.waits:  # a copy to or from it, which begins where it lies then
 
             def moved() -> Any:
                 return self._events.record(managed.place) if self._resize(managed, storage) else None
 
             if not self._copies.change(managed, moved):
-                managed.queued = False
                 return False
         elif managed.state != RESIDENT or not self._resize(managed, storage):
             return False

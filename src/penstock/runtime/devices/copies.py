@@ -165,6 +165,7 @@ class Copies:
             with self._lock:
                 if self._joinable.get(managed.key) == joinable:
                     del self._joinable[managed.key]
+                    managed.waits = False
                 self._joined.discard(copy.over)
                 self._copy_over(slot)
             self._events.free.extend(ready)
@@ -181,6 +182,7 @@ class Copies:
                 raise
             if joins:
                 self._joinable[managed.key] = joinable
+                managed.waits = True
 
     def _copy_over(self, slot: Slot) -> None:
         slot.copies -= 1
@@ -194,6 +196,7 @@ class Copies:
             if joinable is None:
                 return False
             waiting, copy = joinable
+            managed.waits = False
             event = waiting.begin(copy)
             if event is None:  # it failed, which the host is told
                 return False
@@ -204,10 +207,12 @@ class Copies:
         return True
 
     def change(self, managed: ManagedStorage, change: Callable[[], Any]) -> bool:
-        """Before a copy begins that kernels might wait for. False: there is none, or it has."""
+        """Do it before the storage's copy begins, which waits for the event that it gives. False: there is no
+        such copy, or it has begun."""
         with self._lock:
             joinable = self._joinable.get(managed.key)
-            return joinable is not None and joinable[0].change(joinable[1], change)
+            managed.waits = joinable is not None and joinable[0].change(joinable[1], change)
+            return managed.waits
 
     def add_stream(self, stream: Any) -> None:
         """Kernels run on it, too: it waits for what the others wait for."""

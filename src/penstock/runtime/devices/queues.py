@@ -223,7 +223,7 @@ class StreamQueue(_Served):
             return copy.over
 
     def change(self, copy: Copy, change: Callable[[], Any]) -> bool:
-        """Have it begin after the event that ``change`` gives, too. False: it has begun, or there is none."""
+        """Have the copy wait for the event that ``change`` gives. False: it gives none, or the copy has begun."""
         with self._changed:
             event = change() if copy.waits else None
             if event is not None:
