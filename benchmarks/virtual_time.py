@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -33,6 +34,7 @@ from step_time import ROOT, add_common_arguments, heading, wide_console, write
 
 import penstock
 from penstock.core.trace import Trace
+from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.drivers import DRIVERS
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_seconds
@@ -44,7 +46,8 @@ from emu.driver import EmuDriver
 
 SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 6  # recorded, and one more
-HOST_BYTES = 64 << 30  # of address space: nothing is written to it
+# Nothing is written to it, but no more can be had than there is.
+HOST_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4)
 LARGE_BYTES = 1 << 40  # of the device, where nothing has to leave
 
 Train = Callable[[], None]
@@ -272,6 +275,12 @@ def opened(budget_bytes: int, spill_dir: str, machine: penstock.Hardware, **opti
     )
 
 
+def planned(trace: Trace, given: penstock.Hardware, policy: str) -> penstock.Plan:
+    """As a run plans on an accelerator."""
+    fills_bytes = int((1 - AcceleratorDevice.spare_share) * given.device_bytes)
+    return penstock.plan(trace, given, policy, recompute=False, device_budget_bytes=fills_bytes)
+
+
 def inside(
     model: Model,
     machine: emu.Machine,
@@ -282,10 +291,10 @@ def inside(
     spill_dir: str,
 ) -> dict[str, Any]:
     try:
-        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy, False)
+        plan = planned(trace, given := hardware(machine, budget_bytes), policy)
     except penstock.BudgetTooSmall as error:  # a kernel alone needs more than the share
-        budget_bytes = error.minimum_bytes
-        plan = penstock.plan(trace, given := hardware(machine, budget_bytes), policy, False)
+        budget_bytes = int(error.minimum_bytes / (1 - AcceleratorDevice.spare_share)) + 1
+        plan = planned(trace, given := hardware(machine, budget_bytes), policy)
     predicted = simulate(trace, plan, given)
     with opened(budget_bytes, spill_dir, given, plan=plan) as run:
         train = model.build(model.blocks)

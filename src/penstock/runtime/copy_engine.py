@@ -361,8 +361,8 @@ class CopyEngine:
         return True
 
     def _join(self, managed: ManagedStorage) -> bool:
-        """Have kernels wait on the device for a copy. Those of its direction that come before it are over then,
-        too. False: it takes the host."""
+        """Have kernels wait on the device for a copy. Those of its direction that come before it are over
+        then, too. False: it takes the host."""
         passage = self._passages.get(managed)
         if passage is None:
             return False

@@ -121,7 +121,8 @@ def open_run(
             disk_bytes=machine.disk_bytes // processes if disk_budget is None else disk_budget,
         )
         peak_is_known = resident.reset_peak()
-        kinds = StepKinds(planning, hardware, joint_planning.with_ranks(f"{device_budget} {planning}"))
+        together = joint_planning.with_ranks(f"{device_budget} {planning}")
+        kinds = StepKinds(planning, hardware, together, made.spare_share)
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)

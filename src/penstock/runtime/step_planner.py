@@ -108,12 +108,13 @@ class StepPlanner:
 
     options         what plans may do
     ranks           that plan together; None: this process plans for itself
+    spare_share     of the device budget, that plans leave free where the step runs with less
     minimum_bytes   smallest device budget in which the recorded steps could have run
     refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
-    def __init__(self, options: PlanOptions, ranks: JointPlanning | None) -> None:
-        self._options, self._ranks = options, ranks
+    def __init__(self, options: PlanOptions, ranks: JointPlanning | None, spare_share: float) -> None:
+        self._options, self._ranks, self._spare_share = options, ranks, spare_share
         self.minimum_bytes = 0
         self.refusal = ""
 
@@ -192,11 +193,13 @@ class StepPlanner:
 
     def _plan(self, trace: Trace, hardware: Hardware, time_limit_s: float) -> Plan:
         """Raises PenstockError."""
+        budget_bytes = hardware.device_bytes - in_flight_bytes(trace, hardware.device_bytes)
+        spare_bytes = int(self._spare_share * hardware.device_bytes)
         return make_plan(
             trace,
             hardware,
             self._options.policy,
-            device_budget_bytes=hardware.device_bytes - in_flight_bytes(trace, hardware.device_bytes),
+            device_budget_bytes=max(budget_bytes - spare_bytes, min(budget_bytes, minimum_bytes(trace))),
             recompute=self._options.recompute,
             compress=len(trace.tensor_density) > 0,
             lossy=self._options.lossy,

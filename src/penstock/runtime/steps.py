@@ -32,6 +32,7 @@ class StepKinds:
 
     planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself
+    spare_share     of the device budget, that plans leave free
 
     planner         makes the plans, and `replanning` those in the place of others
     trace, plan     of the latest step that followed a plan; None before there is a trace
@@ -41,8 +42,14 @@ class StepKinds:
     mismatches      steps that ran other operators than any that was traced
     """
 
-    def __init__(self, planning: PlanOptions, hardware: Hardware, ranks: JointPlanning | None = None) -> None:
-        self.planner = StepPlanner(planning, ranks)
+    def __init__(
+        self,
+        planning: PlanOptions,
+        hardware: Hardware,
+        ranks: JointPlanning | None = None,
+        spare_share: float = 0.0,
+    ) -> None:
+        self.planner = StepPlanner(planning, ranks, spare_share)
         self.replanning = Replanning(self.planner)
         self.planning = planning
         self.hardware = hardware

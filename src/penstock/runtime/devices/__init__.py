@@ -47,6 +47,7 @@ class Device(Protocol):
     expands_in_place  what is compressed can come back where it is expanded; else first to a place of its own
     infers_needs      it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget      by itself, where an allocation would exceed it
+    spare_share       of the budget, that plans leave free: what is free may be in pieces too small to be used
     empties_storages  what is away has a storage of 0 bytes, of which torch makes no views
     in_flight_bytes   most bytes of copies that are under way, each way
     tier              where evictions go that nothing planned: "host" or "disk"
@@ -70,6 +71,7 @@ class Device(Protocol):
     expands_in_place: bool
     infers_needs: bool
     keeps_budget: bool
+    spare_share: float
     empties_storages: bool
     in_flight_bytes: int
     first_serial: int

@@ -90,6 +90,7 @@ class AcceleratorDevice:
     expands_in_place = False
     empties_storages = True
     keeps_budget = False
+    spare_share = 0.02
     infers_needs = True
     unplanned_accesses = 0  # they raise
     first_serial = 0

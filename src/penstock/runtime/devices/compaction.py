@@ -18,8 +18,8 @@ import torch
 
 from penstock._native import DeviceMemory, DeviceSegment
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.devices.copies import Copies, Events
+from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storages import RESIDENT, ManagedStorage
 from penstock.units import format_bytes
 

@@ -70,6 +70,7 @@ class CpuDevice:
     has_room: Callable[[Sequence[int]], bool] | None = None
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
+    spare_share = 0.0
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:

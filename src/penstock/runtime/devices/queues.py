@@ -22,8 +22,8 @@ from penstock.storage.extents import Extent
 
 logger = logging.getLogger("penstock")
 
-# That a stream has been given, and not done: while the host sees to something else, the link is not to be idle,
-# and what is needed now waits for these bytes.
+# That a stream has been given, and not done: while the host sees to something else, the link is not to be
+# idle, and what is needed now waits for these bytes.
 STREAM_BYTES = 64 << 20
 
 # What went wrong, and what was moved.
@@ -63,7 +63,8 @@ class Copy:
         self.ready = ready
         self.done = done
         self.begin = begin
-        self.waits, self.over = True, None
+        self.waits = True
+        self.over: Any = None
         self.size_bytes = storage.nbytes() if size_bytes is None else size_bytes
 
     def wait(self) -> None:
@@ -182,8 +183,8 @@ class CopyQueue(_Served):
 
 class StreamQueue(_Served):
     """Gives the copies of one direction to a stream, the most urgent first, and sees on a thread when each is
-    over. The stream has so many bytes at a time that it goes from one to the next without the host; what waits
-    here is overtaken by what is needed now.
+    over. The stream has enough of them to go from one to the next without the host; what waits here is
+    overtaken by what is needed now.
 
     issue     of a Copy and the stream: returns the event after which it is over
     recycle   takes that event when nobody waits for it any more
@@ -223,7 +224,8 @@ class StreamQueue(_Served):
             return copy.over
 
     def change(self, copy: Copy, change: Callable[[], Any]) -> bool:
-        """Have the copy wait for the event that ``change`` gives. False: it gives none, or the copy has begun."""
+        """Have the copy wait for the event that ``change`` gives. False: it gives none, or the copy has
+        begun."""
         with self._changed:
             event = change() if copy.waits else None
             if event is not None:
