@@ -120,6 +120,12 @@ MUTANTS = [
         "        self._events.complete(stream)\n        if whole:\n",
         "        if whole:\n",
     ),
+    Mutant(
+        "what moves before its copy begins is moved behind it",
+        QUEUES,
+        "                copy.ready.append(event)\n",
+        "                pass\n",
+    ),
     # Memory that changes hands.
     Mutant(
         "memory is given away while another stream uses it",

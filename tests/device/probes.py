@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import penstock
+from penstock.runtime.devices import queues
 from tests.support.accelerator import wanted
 from tests.support.runs import ACCELERATED, offload
 
@@ -189,6 +191,34 @@ def two_tiers(spill_dir: Path) -> bool:
         return right
 
 
+def moved_while_it_waits(spill_dir: Path) -> bool:
+    """A tensor that comes back goes elsewhere before its copy begins, and another one gets the memory."""
+    main = torch.accelerator.current_stream()
+    right = True
+    with mock.patch.object(queues, "STREAM_BYTES", 1), _offload(spill_dir, 64 * MIB) as run:
+        engine, compaction = run._engine, run._device._compaction
+        compaction.open(40 * MIB, main)
+        for turn in range(4):
+            tensors = [torch.full((2 * MIB,), float(turn + number), device=DEVICE) for number in range(2)]
+            found = [run._clock.storages.find(tensor.untyped_storage()) for tensor in tensors]
+            for managed in found:
+                with engine.lock:
+                    engine.evict(managed, release=True)
+            engine.drain()
+            with engine.lock:
+                for managed in found:
+                    engine.prefetch(managed)
+                moved = compaction._move(compaction._segment, found[1])
+                other = torch.full((2 * MIB,), 100.0, device=DEVICE)
+            values = [*(tensor.max() for tensor in tensors), other.max(), other.min()]
+            right &= [*map(float, values)] == [turn, turn + 1, 100, 100]
+            moves.append(moved)
+            del tensors, found, managed, other
+    return right
+
+
+moves: list[bool] = []  # whether it went elsewhere in time
+
 Probe = Callable[[Path], bool]
 PROBES: list[Probe] = [
     two_streams,
@@ -200,6 +230,7 @@ PROBES: list[Probe] = [
     memory_changes_hands,
     from_disk,
     two_tiers,
+    moved_while_it_waits,
 ]
 ATTEMPTS = [
     (order, seed, probe)

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from penstock._native import DeviceSegment
+from penstock.runtime.devices import queues
 from penstock.runtime.devices.compaction import Compaction
+from penstock.runtime.storages import ManagedStorage
 from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
 from tests.support.accelerator import orders, wanted
 from tests.support.runs import Bits, Step, bits, differences
@@ -98,11 +100,18 @@ def test_nothing_is_refused_in_settled_steps(configure: Configure, seen: Seen, t
     assert training.refused[-1] == training.refused[-4]
 
 
+@pytest.mark.parametrize("stream_bytes", [1, queues.STREAM_BYTES])
 @pytest.mark.parametrize("order", orders(DEVICE, "lazy", "stepped", "random", "newest"))
 def test_what_moves_keeps_its_bits(
-    order: str, configure: Configure, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: str,
+    stream_bytes: int,
+    configure: Configure,
+    seen: Seen,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Places are cleared at random, too, and any tensors leave at any kernel."""
+    monkeypatch.setattr(queues, "STREAM_BYTES", stream_bytes)
     rng, make_holes = random.Random(order), Compaction.make_holes
 
     def also_elsewhere(compaction: Compaction, engine: Any, sizes: Any, *, may_leave: bool) -> bool:
@@ -158,6 +167,31 @@ def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen
     streams.clear()
     assert differences(plain, inside(training, 112 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened == seen.closed == 1
+
+
+def test_a_large_block_is_made_by_several_moves() -> None:
+    """Only a block of 7 MiB, of 9 when 3 have moved into 4, is large enough for the 8 beside 9."""
+    begin, at, storages = 64 * MIB, {}, []
+    segment = DeviceSegment(begin, 101 * MIB)
+    address = begin
+    for size, what in [(8, "moves"), (9, ""), (30, ""), (7, ""), (3, "moves"), (20, ""), (4, ""), (20, "")]:
+        if what:
+            storages.append(torch.UntypedStorage(1))
+            at[size] = ManagedStorage(storages[-1], size * MIB, lambda key: None)
+            at[size].movable = True
+            segment.put(at[size], address)
+        elif size >= 20:
+            segment.hold(address, size * MIB)
+        address += size * MIB
+    assert segment.largest_free_bytes == 9 * MIB
+    moves, leaves, free = segment.obstacles(16 * MIB, False) or ((), (), ())
+    assert (moves, leaves, free) == ([at[3]], [], [(begin + 47 * MIB, 7 * MIB)])
+    segment.put(at[3], begin + 77 * MIB)
+    assert segment.largest_free_bytes == 10 * MIB
+    moves, leaves, free = segment.obstacles(16 * MIB, False) or ((), (), ())
+    assert (moves, leaves, free) == ([at[8]], [], [(begin + 8 * MIB, 9 * MIB)])
+    at[8].pins += 1
+    assert segment.obstacles(16 * MIB, False) is None
 
 
 @pytest.mark.parametrize("seed", range(5))

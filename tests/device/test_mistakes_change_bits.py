@@ -27,6 +27,7 @@ def test_without_one_all_is_right(configure: Callable[..., None], order: str, tm
     for probe in probes.PROBES:
         configure(order=order, seed=5, host_delay_us=50)
         assert probe(tmp_path), probe
+    assert any(probes.moves)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
+from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
@@ -95,3 +96,17 @@ def test_a_copy_starts_when_the_plan_says_and_not_sooner(
         ]
         assert min(evict.after + 1, evict.begin) % trace.kernels in starts
     assert sum(isinstance(action, Start) for actions in before for action in actions) >= len(later)
+
+
+def test_what_is_asked_back_at_once_is_not_written() -> None:
+    step = Step()
+    saved = step.tensor(4 << 20)
+    step.kernel("make", 1.0, [], [saved])
+    step.kernel("other", 1.0, [], [step.tensor(1 << 20)])
+    step.kernel("use", 1.0, [saved])
+    trace = step.trace()
+    made = plan(trace, machine(), "evict_all", device_budget_bytes=trace.peak_bytes)
+    evict = Evict(saved, after=0, begin=1, end=2, prefetch_at=1, tier="disk")
+    assert not any(schedule(trace, replace(made, evictions=(evict,))).before)
+    later = replace(evict, prefetch_at=2)
+    assert any(schedule(trace, replace(made, evictions=(later,))).before)

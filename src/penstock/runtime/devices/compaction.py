@@ -115,7 +115,8 @@ class Compaction:
             if segment.free_bytes < needed_bytes:
                 if engine.join_one_that_leaves():
                     continue
-                return False
+                if not may_leave:
+                    return False
             if attempts == ATTEMPTS:
                 return False
             attempts += 1
