@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import penstock
-from penstock.runtime.devices import queues
 from tests.support.runs import ACCELERATED
 
 MIB = 1 << 20
@@ -47,31 +45,6 @@ def test_a_recorded_step_does_not_at_each_kernel(emu: Any, tmp_path: Path) -> No
 def test_a_step_does_not_at_its_end(emu: Any, tmp_path: Path) -> None:
     counted = train(emu, 8, tmp_path)
     assert counted[-1]["left"] >= KERNELS
-
-
-def test_what_is_needed_now_overtakes_what_was_asked_for_before(
-    emu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queues, "STREAM_BYTES", 1)
-    emu.configure(order="eager")
-    with penstock.offload(
-        device="emu", device_budget=64 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="96MiB"
-    ) as run:
-        tensors = [torch.full((size * MIB // 4,), float(size), device="emu") for size in (2, 3, 4, 5)]
-        found = [run._clock.storages.find(tensor.untyped_storage()) for tensor in tensors]
-        engine = run._engine
-        for managed in found:
-            with engine.lock:
-                engine.evict(managed, release=True)
-        engine.drain()
-        emu.configure(order="lazy")
-        with engine.lock:
-            engine.begin_step()
-            for managed in found[:3]:
-                engine.prefetch(managed)
-        assert [float(tensor.max()) for tensor in reversed(tensors)] == [5, 4, 3, 2]
-        engine.drain()
-        assert [moved.size_bytes // MIB for moved in engine.moved] == [2, 5, 3, 4]
 
 
 def test_plans_leave_memory_for_pieces(emu: Any, tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""A stream gets so many bytes of copies at a time, and what is needed now before what can wait."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock._native import DEMAND, PREFETCH
+from penstock.errors import PenstockError
+from penstock.runtime.devices import queues
+from penstock.runtime.devices.queues import Copy, StreamQueue
+from penstock.storage.extents import Extent
+
+WAIT_S = 30.0
+
+
+class _Event:
+    """Reached when the test says so."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self.reached = threading.Event()
+        if reached:
+            self.reached.set()
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(WAIT_S)
+
+
+class _Copies:
+    """issued   sizes, as the stream got them; over   sizes and errors, as they ended"""
+
+    def __init__(self) -> None:
+        self.issued: queue.Queue[tuple[int, _Event]] = queue.Queue()
+        self.over: queue.Queue[tuple[int, PenstockError | None]] = queue.Queue()
+        self.waited: list[_Event] = []
+        stream = SimpleNamespace(wait_event=self.waited.append)
+        self.queue = StreamQueue(
+            "test",
+            "host_to_device",
+            stream,
+            self._issue,
+            lambda event: None,
+            lambda text: contextlib.nullcontext(),
+        )
+
+    def _issue(self, copy: Copy, stream: Any) -> _Event:
+        if copy.size_bytes == 13:
+            raise RuntimeError("the stream takes none of 13 bytes")
+        self.issued.put((copy.size_bytes, event := _Event()))
+        return event
+
+    def put(self, size_bytes: int, priority: int = PREFETCH) -> Copy:
+        copy = Copy(
+            SimpleNamespace(index=-1, kind=-1),  # type: ignore[arg-type]
+            torch.UntypedStorage(size_bytes),
+            Extent(0, size_bytes),
+            [],
+            lambda error, moved: self.over.put((size_bytes, error)),
+        )
+        self.queue.put(copy, priority)
+        return copy
+
+    def next_ends(self) -> int:
+        """The next that the stream got is over; which it was."""
+        size_bytes, event = self.issued.get(timeout=WAIT_S)
+        event.reached.set()
+        assert self.over.get(timeout=WAIT_S) == (size_bytes, None)
+        return size_bytes
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Copies]:
+    monkeypatch.setattr(queues, "STREAM_BYTES", 5)
+    made = _Copies()
+    yield made
+    made.queue.close(WAIT_S)
+
+
+def test_what_is_needed_now_overtakes_what_was_asked_for_before(copies: _Copies) -> None:
+    for size_bytes in (4, 6, 7, 8):  # two are enough for the stream
+        copies.put(size_bytes)
+    copies.put(9, DEMAND)
+    assert copies.issued.qsize() == 2
+    assert [copies.next_ends() for _ in range(5)] == [4, 6, 9, 7, 8]
+
+
+def test_one_that_kernels_wait_for_begins_at_once(copies: _Copies) -> None:
+    first, _, last = [copies.put(size_bytes) for size_bytes in (6, 7, 8)]
+    assert first.over is not None and last.over is None
+    event = copies.queue.begin(last)
+    assert event is last.over is not None and copies.queue.begin(last) is event
+    assert [copies.next_ends() for _ in range(3)] == [6, 8, 7]
+
+
+def test_one_that_waits_can_be_given_another_event_to_wait_for(copies: _Copies) -> None:
+    first, second = copies.put(6), copies.put(7)
+    event = _Event(reached=True)
+    assert not copies.queue.change(first, lambda: event)
+    assert not copies.queue.change(second, lambda: None)
+    assert copies.queue.change(second, lambda: event)
+    assert copies.waited == []
+    assert [copies.next_ends() for _ in range(2)] == [6, 7]
+    assert copies.waited == [event]
+
+
+def test_one_that_the_stream_refuses_fails_alone(copies: _Copies) -> None:
+    copies.put(6)
+    refused = copies.put(13)
+    copies.put(7)
+    assert copies.next_ends() == 6
+    size_bytes, error = copies.over.get(timeout=WAIT_S)
+    assert size_bytes == 13 and "takes none of 13 bytes" in str(error)
+    assert copies.queue.begin(refused) is None
+    assert copies.next_ends() == 7
+
+
+def test_what_waits_is_seen_to_before_the_thread_ends(copies: _Copies) -> None:
+    for size_bytes in (6, 7, 8):
+        copies.put(size_bytes)
+    closing = threading.Thread(target=copies.queue.close, args=(WAIT_S,))
+    closing.start()
+    assert [copies.next_ends() for _ in range(3)] == [6, 7, 8]
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    with pytest.raises(PenstockError, match="the run is closed"):
+        copies.put(1)
