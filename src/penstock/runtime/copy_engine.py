@@ -10,6 +10,7 @@ One file, since it is one state machine, which tests/model runs in every order.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -368,9 +369,8 @@ class CopyEngine:
             return False
         if not passage.overtakes:
             state = managed.state
-            for other in list(self._passages):
-                if other is managed:
-                    break
+            before = itertools.takewhile(lambda other: other is not managed, self._passages)
+            for other in [other for other in before if other.state == state]:
                 if other.state == state and self._device.join(other):
                     self._over_for_kernels(other)
         if not self._device.join(managed):

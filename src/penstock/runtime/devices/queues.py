@@ -22,9 +22,9 @@ from penstock.storage.extents import Extent
 
 logger = logging.getLogger("penstock")
 
-# That a stream has been given, and not done: while the host sees to something else, the link is not to be
-# idle, and what is needed now waits for these bytes.
-STREAM_BYTES = 64 << 20
+# That a stream has been given, and not done: what is needed now waits for these bytes. The link is not to be
+# idle while another thread keeps Python from looking at it, which is for 5 ms (sys.getswitchinterval).
+STREAM_BYTES = 128 << 20
 
 # What went wrong, and what was moved.
 Outcome = tuple[PenstockError | None, Sequence[Moved]]
