@@ -47,7 +47,7 @@ class DeviceSegment {
   bool fits(const std::vector<std::int64_t>& sizes) const;
   // Where it costs least to make one free block of so many bytes; where only moves may, and cannot, one that is
   // larger than all that are free.
-  //   may_leave   others than those that are leaving may leave, too
+  //   may_leave   storages may leave for it: those that are leaving, and others; else they only move
   // None: what cannot move is everywhere.
   std::optional<Obstacles> obstacles(std::int64_t size_bytes, bool may_leave) const;
 
