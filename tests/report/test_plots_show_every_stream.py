@@ -10,8 +10,8 @@ import matplotlib.image
 import pytest
 
 import penstock
-from penstock.report.figure import rows
-from penstock.report.plot import _apart, _merged, phase_intervals, plot
+from penstock.report.chart import rows
+from penstock.report.plot import merged, plot
 from penstock.units import format_bytes
 from tests.support.traces import gpt
 
@@ -66,17 +66,5 @@ def test_streams_have_rows_for_what_was_predicted_and_measured(
     assert found[0].note.endswith("stalled")
 
 
-def test_phases_cover_the_iteration(trace: penstock.Trace, hardware: penstock.Hardware) -> None:
-    timeline = penstock.simulate(trace, penstock.plan(trace, hardware), hardware)
-    phases = phase_intervals(trace, timeline)
-    assert [name for name, _ in phases] == ["forward", "backward"]
-    assert phases[0][1][0] == 0
-    assert phases[-1][1][1] == timeline.iteration_s
-
-
-def test_labels_stay_apart() -> None:
-    assert _apart([10.0, 9.5, 3.0], least=2.0) == [10.0, 8.0, 3.0]
-
-
 def test_bars_closer_than_a_gap_are_one() -> None:
-    assert _merged([(2.0, 3.0), (0.0, 1.0), (1.05, 1.5)], gap_s=0.1) == [(0.0, 1.5), (2.0, 3.0)]
+    assert merged([(2.0, 3.0), (0.0, 1.0), (1.05, 1.5)], gap_s=0.1) == [(0.0, 1.5), (2.0, 3.0)]

@@ -17,18 +17,8 @@ from penstock.core.plan import Plan
 from penstock.core.tables import html_row, html_text
 from penstock.core.timeline import Timeline, chrome_trace
 from penstock.core.trace import Trace
-from penstock.report.figure import (
-    EXTRA_COLOURS,
-    LEGEND,
-    PHASE_COLOURS,
-    STALL_COLOURS,
-    figure,
-    kernel_texts,
-    rows,
-    stall_texts,
-    tensor_text,
-    tensor_texts,
-)
+from penstock.report.chart import EXTRA_COLOURS, LEGEND, PHASE_COLOURS, STALL_COLOURS, chart
+from penstock.report.figure import figure, kernel_texts, stall_texts, tensor_text, tensor_texts
 from penstock.report.summary import CAUSE_TEXT, CAUSES, SPILL_TIERS, Summary, percent, summarise
 from penstock.report.sweep import PolicyResult
 from penstock.units import format_bytes, format_seconds
@@ -52,16 +42,16 @@ def page(
     Raises PenstockError where plotly is not installed.
     """
     summary = summarise(trace, plan, predicted)
-    streams = rows(trace, predicted, measured)
-    chart = figure(trace, plan, predicted, measured, streams)
+    shown = chart(trace, plan, predicted, measured)
+    drawn = figure(shown)
     from plotly.offline import get_plotlyjs
 
     tensors = tensor_texts(trace, plan, predicted)
-    moved = {bar[4] for row in streams for bar in row.bars if bar[3] == "t"}
+    moved = {bar[4] for row in shown.rows for bar in row.bars if bar[3] == "t"}
     data = {
         "rows": [
             {"stream": row.stream, "source": row.source, "colours": row.colours, "bars": row.bars}
-            for row in streams
+            for row in shown.rows
         ],
         "source": measured is not None,
         "kernels": kernel_texts(trace),
@@ -87,7 +77,7 @@ def page(
         "waits": _waits(trace, predicted),
         "chrome_trace": _chrome_trace([predicted, measured] if measured is not None else [predicted]),
         "footer": html_text(_footer(trace, hardware)),
-        "figure": _script(json.loads(chart.to_json())),
+        "figure": _script(json.loads(drawn.to_json())),
         "data": _script(data),
     }
     template = (HERE / "page.html").read_text(encoding="utf-8")

@@ -107,11 +107,6 @@ def device_samples(timeline: Timeline) -> tuple[FloatArray, IntArray]:
     return np.array(times_s, dtype=np.float64), np.array(sizes, dtype=np.int64)
 
 
-def memory_unit(largest_bytes: int) -> tuple[str, float]:
-    """What sizes are drawn in, and how much of it a byte is."""
-    return ("MiB", 2.0**-20) if largest_bytes < 2**31 else ("GiB", 2.0**-30)
-
-
 def kernel_times(trace: Trace, timeline: Timeline) -> tuple[FloatArray, FloatArray]:
     """[K] when each kernel started, and [K] when it ended; those of the ideal where it is not shown."""
     starts_s, ends_s = trace.start_s[:-1].copy(), trace.start_s[1:].copy()
