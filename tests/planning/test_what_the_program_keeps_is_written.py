@@ -80,6 +80,12 @@ def test_the_host_has_it_as_far_as_there_is_room() -> None:
     assert [action.tier for action in actions if isinstance(action, EvictAction)] == ["host", "disk"]
 
 
+def test_without_a_disk_the_host_has_all_of_it() -> None:
+    timeline = simulate(gradients(), nothing_planned(300), machine(host_bytes=199, disk_bytes=0))
+    moved = [(span.index, span.stream) for span in timeline.spans if span.stream != "compute"]
+    assert moved == [(2, "device_to_host"), (3, "device_to_host")]
+
+
 def test_it_takes_no_room_that_the_plan_has_on_the_host() -> None:
     """Weight 1, of 100 bytes, is there while kernel 1 runs, and until kernel 2 has."""
     away = Evict(1, after=0, begin=1, end=2, prefetch_at=2, tier="host")

@@ -140,11 +140,11 @@ def resident_bytes(
     return needed
 
 
-def leaves_for_good(trace: Trace, plan: Plan, host_bytes: int = 0) -> list[Evict]:
+def leaves_for_good(trace: Trace, plan: Plan, host_bytes: int = 0, *, has_disk: bool = True) -> list[Evict]:
     """What no kernel uses again while the program keeps it, where the budget has no room for it: evictions
     that end where they begin, before the kernel from which on it is away. What has been of no use for
     longest leaves first. It goes to the tier where it has been before, else to the host while the plan leaves
-    room there, else to the disk.
+    room there, or where there is no disk, else to the disk.
 
     Plans count all such tensors as gone (`Trace.released`). A run, and the
     simulator, write these, and keep the others.
@@ -165,21 +165,23 @@ def leaves_for_good(trace: Trace, plan: Plan, host_bytes: int = 0) -> list[Evict
         if int(needed[begin:end].max()) > plan.device_budget_bytes:
             needed[begin:end] -= size_bytes
             fits = int(on_host[begin:end].max()) + size_bytes <= host_bytes
-            tier = tiers.get(tensor, "host" if fits else "disk")
+            tier = tiers.get(tensor, "host" if fits or not has_disk else "disk")
             if tier == "host":
                 on_host[begin:end] += size_bytes
             found.append(Evict(tensor, begin - 1, begin, begin, begin, tier))
     return found
 
 
-def as_run(trace: Trace, plan: Plan, host_bytes: int = 0) -> tuple[Trace, list[Evict]]:
+def as_run(
+    trace: Trace, plan: Plan, host_bytes: int = 0, *, has_disk: bool = True
+) -> tuple[Trace, list[Evict]]:
     """The iteration as a run carries out the plan: what `leaves_for_good` is dead from then on. And that."""
     if plan.lossy is not None:
         trace = trace.with_lossy(plan.lossy)
     released = within_budget(trace, plan.device_budget_bytes)
     if released is trace:
         return trace, []
-    gone = leaves_for_good(trace, plan, host_bytes)
+    gone = leaves_for_good(trace, plan, host_bytes, has_disk=has_disk)
     death = np.where(released.tensor_birth < released.tensor_death, trace.tensor_death, released.tensor_death)
     which = [evict.tensor for evict in gone]
     death[which] = released.tensor_death[which]

@@ -78,9 +78,9 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     no room for it (see `penstock.core.memory_profile.leaves_for_good`).
     """
     require_kinds(trace=trace, plan=plan, hardware=hardware)
-    if hardware.disk_bytes > 0:
-        trace, gone = as_run(trace, plan, hardware.host_bytes)
-    else:
+    if hardware.disk_bytes > 0 or hardware.host_bytes > 0:
+        trace, gone = as_run(trace, plan, hardware.host_bytes, has_disk=hardware.disk_bytes > 0)
+    else:  # only recomputing frees memory
         trace, gone = within_budget(trace, plan.device_budget_bytes, plan.lossy), []
     intervals = Intervals.of((*plan.evictions, *gone), plan.recomputations)
     result = Replay(trace, hardware, plan.device_budget_bytes).run(
