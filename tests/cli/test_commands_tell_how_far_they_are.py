@@ -47,7 +47,7 @@ def test_elsewhere_there_is_a_line_now_and_then(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(shown_progress, "LINE_S", 0.0)
     assert cli.main(["samples", "verify", store]) == 0
-    assert capsys.readouterr().err.startswith("verified 300 samples, ")
+    assert capsys.readouterr().err.startswith("verified 300 of 300 samples, ")
 
 
 def test_json_comes_without_any(
@@ -103,5 +103,5 @@ def test_steps_are_a_bar_on_a_terminal_and_a_line_now_and_then_elsewhere(
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     train()
-    for said in ("training", "2/2", "loss 0.5000", "3 ms a step"):
+    for said in ("recording", "100%", "step 2 of 2, loss 0.5000, 3 ms a step"):
         assert said in terminal.getvalue()

@@ -120,8 +120,10 @@ def test_the_verdict_is_one_sentence() -> None:
     assert "1 disk (100.00 MB/s)" in no and "x the ideal" in no
     both = verdict([slow, replace(fast, case=replace(fast.case, disks=4))])
     assert both.startswith("It depends: the disk is fast enough in 1 of 2 cases")
-    assert "4 disks" in both and "are enough" in both
-    for said in (no, both, verdict([unused])):
+    assert both.endswith("; in all of them with 4 disks (1000.00 GB/s).")
+    neither = verdict([slow, fast])
+    assert neither.endswith("; not in all of them with 1 disk (100.00 MB/s).")
+    for said in (no, both, neither, verdict([unused])):
         assert said.endswith(".") and said.count(". ") == 0
 
 

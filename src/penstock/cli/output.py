@@ -67,13 +67,6 @@ class Answer:
     exit_code: int = DONE
 
 
-def progress_console() -> Console:
-    """Standard error: standard output is for answers."""
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
 def show(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         _print_json({**answer.values, "written": [str(path) for path in answer.written]})
@@ -202,79 +195,85 @@ def printable(text: str) -> str:
 
 LINE_S = 10.0  # between lines
 
-Progress = Callable[[int, int], None]
-Steps = Callable[[int, float, Callable[[], str]], None]
-
-
-def _line_by_line() -> Callable[[Callable[[], str]], None]:
-    """A function that prints what it is told, now and then, on standard error."""
-    next_s = time.monotonic() + LINE_S
-
-    def line(say: Callable[[], str]) -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + LINE_S
-            print(say(), file=sys.stderr, flush=True)
-
-    return line
+Say = Callable[[], str]
 
 
 @contextlib.contextmanager
-def steps_progress(doing: str, total: int | None) -> Iterator[Steps]:
-    """A function to call after each step: with the steps so far, the loss, and what says how the run goes.
+def progress(first: str = "") -> Iterator[Callable[[float, float | None, Say], None]]:
+    """A function to call with what is done, all there is (None where that is not known), and what says more.
 
-    doing   until the first step has ended
-    total   steps there are, None where that is not known
+    first   what is said until then
     """
     if not sys.stderr.isatty():
-        line, of = _line_by_line(), "" if total is None else f" of {total}"
-        yield lambda steps, loss, state: line(lambda: f"step {steps}{of}, loss {loss:.4f}, {state()}")
+        next_s = time.monotonic() + LINE_S
+
+        def line(done: float, total: float | None, say: Say) -> None:
+            nonlocal next_s
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + LINE_S
+                print(say(), file=sys.stderr, flush=True)
+
+        yield line
         return
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.live import Live
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
     from rich.text import Text
 
-    console, below = progress_console(), Text()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    task = bar.add_task(doing, total=total, loss="")
+    console, below = Console(stderr=True), Text(first)
+    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn(compact=True))
+    bar = Progress(*columns, console=console)
+    task = bar.add_task("", total=None)
+    begun = False
 
-    def show(steps: int, loss: float, state: Callable[[], str]) -> None:
-        below.plain = state()
-        bar.update(task, completed=steps, description="training", loss=f"loss {loss:.4f}")
+    def show(done: float, total: float | None, say: Say) -> None:
+        nonlocal begun
+        if not begun:  # what an earlier run has done says nothing about the speed of this one
+            begun = True
+            bar.reset(task, completed=done, total=total)
+        bar.update(task, completed=done)
+        below.plain = say()
 
     with Live(Group(bar, below), console=console):
         yield show
 
 
 @contextlib.contextmanager
+def steps_progress(first: str, total: int | None) -> Iterator[Callable[[int, float, Say], None]]:
+    """A function to call after each step: with the steps so far, the loss, and what says how the run goes.
+
+    total   steps there are, None where that is not known
+    """
+    of = "" if total is None else f" of {total}"
+    with progress(first) as show:
+        yield lambda steps, loss, state: show(
+            steps, total, lambda: f"step {steps}{of}, loss {loss:.4f}, {state()}"
+        )
+
+
+@contextlib.contextmanager
 def samples_progress(
     doing: str, samples: int | None, size_bytes: int | None, *, quiet: bool
-) -> Iterator[Progress | None]:
+) -> Iterator[Callable[[int, int], None] | None]:
     """A function to call with the samples and bytes so far; None where nothing is to be shown.
 
     doing                 such as "packed"
     samples, size_bytes   all there are, None where that is not known
     """
-    total = samples if size_bytes is None else size_bytes
-    of = "" if samples is None or not sys.stderr.isatty() else f" of {samples:,}"
+    of = "" if samples is None else f" of {samples:,}"
     with bytes_progress(doing, quiet=quiet) as show:
         if show is None:
             yield None
             return
 
-        def progress(samples_done: int, bytes_done: int) -> None:
-            done = samples_done if size_bytes is None else bytes_done
-            show(bytes_done, total, done, f"{samples_done:,}{of} samples, ")
+        def moved(samples_done: int, bytes_done: int) -> None:
+            more = f"{samples_done:,}{of} samples, "
+            if size_bytes is None:
+                show(bytes_done, samples, samples_done, more)
+            else:
+                show(bytes_done, size_bytes, more=more)
 
-        yield progress
+        yield moved
 
 
 @contextlib.contextmanager
@@ -287,39 +286,13 @@ def bytes_progress(doing: str, *, quiet: bool) -> Iterator[Callable[..., None] |
         yield None
         return
     begun: tuple[int, float] | None = None
+    with progress() as show:
 
-    def said(bytes_done: int, more: str) -> str:
-        nonlocal begun
-        if begun is None:  # what an earlier run has done says nothing about the speed of this one
-            begun = bytes_done, time.monotonic()
-        rate = (bytes_done - begun[0]) / max(time.monotonic() - begun[1], 1e-3)
-        return f"{more}{format_bytes(bytes_done)}, {format_rate(rate)}"
+        def moved(bytes_done: int, total: int | None, done: int | None = None, more: str = "") -> None:
+            nonlocal begun
+            begun = begun or (bytes_done, time.monotonic())
+            rate = (bytes_done - begun[0]) / max(time.monotonic() - begun[1], 1e-3)
+            said = f"{doing} {more}{format_bytes(bytes_done)}, {format_rate(rate)}"
+            show(bytes_done if done is None else done, total, lambda: said)
 
-    if not sys.stderr.isatty():
-        line = _line_by_line()
-
-        def show_line(bytes_done: int, total: int | None, done: int | None = None, more: str = "") -> None:
-            text = said(bytes_done, more)
-            line(lambda: f"{doing} {text}")
-
-        yield show_line
-        return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn(doing),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[said]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=progress_console()) as bar:
-        task = bar.add_task("", total=None, said="")
-
-        def show(bytes_done: int, total: int | None, done: int | None = None, more: str = "") -> None:
-            completed = bytes_done if done is None else done
-            if begun is None:
-                bar.reset(task, completed=completed, total=total)
-            bar.update(task, completed=completed, said=said(bytes_done, more))
-
-        yield show
+        yield moved

@@ -210,28 +210,20 @@ def _measured(predicted: Timeline, measured: Timeline) -> str:
 
 
 def _waits(trace: Trace, timeline: Timeline) -> str:
-    texts = stall_texts(trace, timeline)
-    order = sorted(
-        range(len(texts)),
-        key=lambda index: timeline.stalls[index].start_s - timeline.stalls[index].end_s,
-    )[:LONGEST_WAITS]
-    if not order:
+    stalls = list(zip(timeline.stalls, stall_texts(trace, timeline), strict=True))
+    stalls.sort(key=lambda entry: entry[0].start_s - entry[0].end_s)
+    if not stalls:
         return ""
     lines = []
-    for index in order:
-        stall, text = timeline.stalls[index], texts[index]
-        lines.append(
-            f"<tr><td>{html_text(format_seconds(stall.end_s - stall.start_s))}</td>"
-            f"<td>{html_text(format_seconds(stall.start_s))}</td>"
-            f'<td class="words">{html_text(CAUSE_TEXT.get(stall.cause, stall.cause))}</td>'
-            f'<td class="words">{html_text(text[1].removeprefix("before "))}</td>'
-            f'<td class="words">{html_text(text[2] if len(text) > 2 else "")}</td></tr>'
-        )
+    for stall, (_, before, *waited) in stalls[:LONGEST_WAITS]:
+        times = [format_seconds(stall.end_s - stall.start_s), format_seconds(stall.start_s)]
+        cause = CAUSE_TEXT.get(stall.cause, stall.cause)
+        lines.append(html_row([*times, cause, before.removeprefix("before "), "".join(waited)]))
     titles = ("stall", "at", "for", "before", "")
-    of = f"The longest {len(order)} of {len(texts)}" if len(texts) > len(order) else f"All {len(texts)}"
+    of = f"The longest {len(lines)} of {len(stalls)}" if len(stalls) > len(lines) else f"All {len(stalls)}"
     return (
-        f'<section><h2>Where the step waits</h2><p class="faint">{of}, as predicted.</p>'
-        f"{_table(titles, lines, words=(2, 3, 4))}</section>"
+        f'<section class="waits"><h2>Where the step waits</h2><p class="faint">{of}, as predicted.</p>'
+        f"{_table(titles, lines)}</section>"
     )
 
 
@@ -252,12 +244,8 @@ def _footer(trace: Trace, hardware: Hardware) -> str:
     return f"Machine: {name}{hardware.in_numbers}. Kernel times are {times}. Made by penstock."
 
 
-def _table(titles: Sequence[str], lines: Sequence[str], words: Sequence[int] = ()) -> str:
-    head = "".join(
-        f"<th{' class=words' if index in words else ''}>{html_text(title)}</th>"
-        for index, title in enumerate(titles)
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+def _table(titles: Sequence[str], lines: Sequence[str]) -> str:
+    table = f"<table><thead>{html_row(titles, 'th')}</thead><tbody>{''.join(lines)}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
 
 

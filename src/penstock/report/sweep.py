@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import product
 from typing import TypeVar
 
 from penstock.core.hardware import Hardware
@@ -22,7 +22,7 @@ from penstock.errors import InvalidArgument, PenstockError
 from penstock.planners import POLICIES, Problem, solve
 from penstock.report.summary import Summary, summarise
 from penstock.simulator import simulate
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_rate, format_seconds
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -316,14 +316,15 @@ def _time_s(trace: Trace, made: Plan, hardware: Hardware) -> float:
     return simulate(trace, made, hardware).iteration_s
 
 
-def disk_rates(hardware: Hardware) -> tuple[float, float]:
+def disk_rates(hardware: Hardware) -> tuple[float, ...]:
     """Bytes a second that the disk writes, and reads, at best."""
-    return _rate(hardware, "disk_write"), _rate(hardware, "disk_read")
-
-
-def _rate(hardware: Hardware, link: str) -> float:
-    points = hardware.measured_rates.get(link)
-    return max(rate for _, rate in points) if points else hardware.rate_bytes_per_s(link)
+    return tuple(
+        max(
+            (rate for _, rate in hardware.measured_rates.get(link, ())),
+            default=hardware.rate_bytes_per_s(link),
+        )
+        for link in DISK_LINKS
+    )
 
 
 def verdict(cells: Sequence[Cell]) -> str:
@@ -345,59 +346,25 @@ def verdict(cells: Sequence[Cell]) -> str:
     if not enough:
         best = min(using, key=_lost)
         assert best.summary is not None
-        where = (
-            "the one case that uses it" if len(using) == 1 else f"any of the {len(using)} cases that use it"
-        )
-        over = "" if best.summary.over_ideal is None else f", {best.summary.over_ideal:.2f} x the ideal"
-        step = f"{format_seconds(best.summary.predicted_s)}{over}"
+        where = "the one case that uses it" if len(using) == 1 else f"any of the {len(using)} cases"
+        step, over = format_seconds(best.summary.predicted_s), best.summary.over_ideal
+        step += "" if over is None else f", {over:.2f} x the ideal"
         return (
-            f"No, the disk is not fast enough in {where}{aside}: at best, with {_disks(best.case)}"
-            f"{_places([best.case], cells)[0]}, the step takes {step}, and a disk that never kept it "
-            f"waiting would make it {format_seconds(best.fast_disk_s)}."
+            f"No, the disk is not fast enough in {where}{aside}: at best, with {_disks(best.case)}, the "
+            f"step takes {step}, and a disk that never kept it waiting would make it "
+            f"{format_seconds(best.fast_disk_s)}."
         )
+    most_too_few = max(cell.case.disks for cell in using if not cell.disk_is_enough)
+    more = min((cell.case for cell in using if cell.case.disks > most_too_few), key=_count, default=None)
+    lacking = max((cell.case for cell in using), key=_count)
     return (
         f"It depends: the disk is fast enough in {len(enough)} of {len(using)} cases that use it{aside}; "
-        f"{_thresholds(using, cells)}."
+        + (f"in all of them with {_disks(more)}." if more else f"not in all of them with {_disks(lacking)}.")
     )
 
 
-def _thresholds(using: Sequence[Cell], cells: Sequence[Cell]) -> str:
-    """How many disks are enough, and for what: fewest disks first."""
-    found: dict[tuple[bool, float, str], list[Case]] = {}
-
-    def machine(cell: Cell) -> tuple[str, int, int]:
-        return (cell.case.label, cell.case.hardware.host_bytes, cell.case.budget_bytes)
-
-    for _, group in groupby(sorted(using, key=machine), key=machine):
-        row = sorted(group, key=lambda cell: cell.case.disks)
-        enough = [cell for cell in row if cell.disk_is_enough]
-        case = enough[0].case if enough else row[-1].case
-        found.setdefault((not enough, case.disks, _disks(case)), []).append(case)
-    parts = []
-    for lacking, count, disks in sorted(found):
-        places = " and".join(_places(found[lacking, count, disks], cells))
-        verb = "is" if count == 1 else "are"
-        parts.append(f"{f'even {disks} {verb} not' if lacking else f'{disks} {verb} enough'}{places}")
-    return "; ".join(parts)
-
-
-def _places(cases: Sequence[Case], cells: Sequence[Cell]) -> list[str]:
-    """What tells these cases from the others, apart from their disks: budgets together where they can be."""
-
-    def rest(case: Case) -> tuple[str, int]:
-        return (case.label, case.hardware.host_bytes)
-
-    places = []
-    for _, group in groupby(sorted(cases, key=rest), key=rest):
-        same = sorted(group, key=lambda case: case.budget_bytes)
-        place = f" for {same[0].label}" if len({cell.case.label for cell in cells}) > 1 else ""
-        if len({cell.case.budget_bytes for cell in cells}) > 1:
-            place += " in " + " or ".join(format_bytes(case.budget_bytes) for case in same)
-        if len({cell.case.hardware.host_bytes for cell in cells}) > 1:
-            host = same[0].hardware.host_bytes
-            place += f" with {format_bytes(host)} of host memory" if host else " without host memory"
-        places.append(place)
-    return places
+def _count(case: Case) -> float:
+    return case.disks
 
 
 def _disks(case: Case) -> str:
