@@ -14,7 +14,6 @@ from penstock.samples.sources.paths import format_of_path, format_of_value
 from penstock.samples.sources.source import Block, RawSample, Source
 
 _OF_ONE_PATH = ("folder", "mds", "arrays")
-_OPTION = Parameter.KEYWORD_ONLY
 
 __all__ = ["FORMATS", "Block", "RawSample", "Source", "open_source"]
 
@@ -46,13 +45,14 @@ def open_source(source: Any, *, format: str | None = None, **options: Any) -> So
     if format not in FORMATS:
         raise InvalidArgument(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
     parameters = signature(FORMATS[format]).parameters.values()
-    known = [option.name for option in parameters if option.kind is _OPTION]
+    known = [option.name for option in parameters if option.kind is Parameter.KEYWORD_ONLY]
     for name in options:
         if name not in known:
             raise InvalidArgument(
                 f"format {format!r} has no option {name!r}, only {', '.join(known) or 'none'}"
             )
-    if format in _OF_ONE_PATH and isinstance(source, list) and all(map(_is_path, source)):
+    are_paths = isinstance(source, list) and all(isinstance(each, str | os.PathLike) for each in source)
+    if format in _OF_ONE_PATH and are_paths:
         if len(source) == 1:
             return FORMATS[format](source[0], **options)
         raise InvalidArgument(
@@ -60,7 +60,3 @@ def open_source(source: Any, *, format: str | None = None, **options: Any) -> So
             "them together, or, of folders, give the one that they lie in"
         )
     return FORMATS[format](source, **options)
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike)

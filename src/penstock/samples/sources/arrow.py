@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,9 +60,9 @@ def _rows(batch: Any) -> Iterator[dict[str, Any]]:
 
     Lists of numbers become arrays; dates, times and decimals text.
     """
-    columns = [_values(column) for column in batch.columns]
-    for values in zip(*columns, strict=True):
-        yield dict(zip(batch.schema.names, values, strict=True))
+    names, columns = batch.schema.names, [_values(column) for column in batch.columns]
+    for i in range(batch.num_rows):
+        yield {name: values[i] for name, values in zip(names, columns, strict=True)}
 
 
 def _lacks_values(column: Any, depth: int = 0) -> bool:
@@ -166,6 +166,8 @@ class Rows:
     rows        how many
     size_bytes  about, of all
     missing     whether a value is missing anywhere
+    batches     gives batches that have the rows from a number up to another, and perhaps more, each with the
+                number of its first row. It takes these two, columns, and about how many rows are wanted
     """
 
     path: str
@@ -173,6 +175,7 @@ class Rows:
     rows: int
     size_bytes: int
     missing: bool
+    batches: Callable[[int, int, list[str], int], Iterator[tuple[int, Any]]]
 
     def read(self, begin: int, end: int, columns: list[str]) -> Iterator[Any]:
         """pyarrow.RecordBatches of the rows from ``begin`` up to ``end``, of a few MiB each."""
@@ -184,85 +187,68 @@ class Rows:
                 for start in range(max(begin - first, 0), stop, step):
                     yield batch.slice(start, min(step, stop - start))
 
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
-        """Batches of any size with these rows, and perhaps others; each with the number of its first row.
 
-        step   about how many rows are wanted
-        """
-        raise NotImplementedError
+def _open(path: str) -> Rows:
+    """A file of Parquet or Arrow. Raises SampleError where it is damaged."""
+    with _failing(path):
+        with open(path, "rb") as file:
+            magic = file.read(4)
+        return _parquet(path) if magic == b"PAR1" else _ipc(path)
 
 
-class ParquetRows(Rows):
-    @classmethod
-    def open(cls, path: str) -> ParquetRows:
-        import pyarrow.parquet as pq
+def _parquet(path: str) -> Rows:
+    import pyarrow.parquet as pq
 
-        with _failing(path), pq.ParquetFile(path) as file:
-            found = file.metadata
-            groups = [found.row_group(i) for i in range(found.num_row_groups)]
-            size_bytes = sum(max(group.total_byte_size, 0) for group in groups)
-            columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-            missing = any(not each.is_stats_set or each.statistics.null_count != 0 for each in columns)
-            str(file.schema_arrow)  # raises where a name is no text
-            return cls(path, file.schema_arrow, found.num_rows, size_bytes, missing)
-
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.path) as file:
+    def batches(begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        with pq.ParquetFile(path) as file:
             groups, rows_of = range(file.metadata.num_row_groups), file.metadata.row_group
             for group, at, _, _ in parts_with(range(begin, end), groups, lambda i: int(rows_of(i).num_rows)):
                 for batch in file.iter_batches(step, [group], columns):
                     yield at, batch
                     at += batch.num_rows
 
+    with pq.ParquetFile(path) as file:
+        found = file.metadata
+        groups = [found.row_group(i) for i in range(found.num_row_groups)]
+        size_bytes = sum(max(group.total_byte_size, 0) for group in groups)
+        columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+        missing = any(not each.is_stats_set or each.statistics.null_count != 0 for each in columns)
+        str(file.schema_arrow)  # raises where a name is no text
+        return Rows(path, file.schema_arrow, found.num_rows, size_bytes, missing, batches)
 
-class IpcRows(Rows):
+
+def _ipc(path: str) -> Rows:
     """A file or stream of Arrow's own format, mapped."""
 
-    @classmethod
-    def open(cls, path: str) -> IpcRows:
-        rows, missing = 0, False
-        with _failing(path), _opened(path) as (schema, batches):
-            for batch in batches:
-                rows += batch.num_rows
-                missing = missing or any(map(_lacks_values, batch.columns))
-            str(schema)  # raises where a name is no text
-            return cls(path, schema, rows, os.path.getsize(path), missing)
-
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
-        with _opened(self.path) as (_, all_):
+    def batches(begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+        with _opened(path) as (_, all_):
             for batch, first, _, _ in parts_with(range(begin, end), all_, lambda batch: int(batch.num_rows)):
                 yield first, batch.select(columns)
 
+    rows, missing = 0, False
+    with _opened(path) as (schema, all_):
+        for batch in all_:
+            rows += batch.num_rows
+            missing = missing or any(map(_lacks_values, batch.columns))
+        str(schema)  # raises where a name is no text
+        return Rows(path, schema, rows, os.path.getsize(path), missing, batches)
 
-@dataclass(frozen=True)
-class DatasetRows(Rows):
+
+def _dataset(dataset: Any) -> Rows:
     """An object like datasets.Dataset."""
 
-    dataset: Any = None
-
-    @classmethod
-    def of(cls, dataset: Any) -> DatasetRows:
-        rows = len(dataset)
-        table = getattr(dataset.data, "table", dataset.data)
-        size_bytes = table.nbytes * rows // max(table.num_rows, 1)
-        missing = any(_lacks_values(chunk) for column in table.columns for chunk in column.chunks)
-        return cls("a dataset", table.schema, rows, size_bytes, missing, dataset.with_format("arrow"))
-
-    def batches(self, begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
+    def batches(begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
         for start in range(begin, end, step):
-            table = self.dataset[start : min(start + step, end)].select(columns)
-            for batch in table.combine_chunks().to_batches():  # a selection has a chunk for each run
+            part = as_tables[start : min(start + step, end)].select(columns)
+            for batch in part.combine_chunks().to_batches():  # a selection has a chunk for each run
                 yield start, batch
                 start += batch.num_rows
 
-
-def _open(path: str) -> Rows:
-    """A file of Parquet or Arrow. Raises SampleError where it is damaged."""
-    with _failing(path), open(path, "rb") as file:
-        magic = file.read(4)
-    return ParquetRows.open(path) if magic == b"PAR1" else IpcRows.open(path)
+    rows, as_tables = len(dataset), dataset.with_format("arrow")
+    table = getattr(dataset.data, "table", dataset.data)
+    size_bytes = table.nbytes * rows // max(table.num_rows, 1)
+    missing = any(_lacks_values(chunk) for column in table.columns for chunk in column.chunks)
+    return Rows("a dataset", table.schema, rows, size_bytes, missing, batches)
 
 
 @contextmanager
@@ -423,7 +409,7 @@ def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:
     except ImportError:
         raise InvalidArgument(f"Parquet and Arrow need pyarrow: {installing('arrow')}") from None
     if hasattr(source, "with_format"):
-        return (DatasetRows.of(source),), "a dataset"
+        return (_dataset(source),), "a dataset"
     name, saved = "Arrow tables", []
     if isinstance(source, str | os.PathLike):
         name, saved = printable(os.path.basename(os.path.abspath(source))), _saved(os.fspath(source))

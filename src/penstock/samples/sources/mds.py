@@ -19,7 +19,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -179,10 +179,6 @@ class _Shard:
     decoders: tuple[Decode, ...]
 
     @property
-    def samples(self) -> int:
-        return self.entry.samples
-
-    @property
     def path(self) -> str:
         return self.path_of(self.entry.raw_data)
 
@@ -203,7 +199,7 @@ class Mds(Numbered):
     fields: tuple[Field, ...] = ()
 
     def count(self) -> int:
-        return sum(shard.samples for shard in self.shards)
+        return sum(shard.entry.samples for shard in self.shards)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -214,9 +210,8 @@ class Mds(Numbered):
         return self.share_of(sum(shard.entry.raw_data.bytes for shard in self.shards))
 
     def after(self, samples: int) -> Iterator[RawSample]:
-        for shard, first, begin, end in parts_with(
-            self.mine[samples:], self.shards, lambda shard: shard.samples
-        ):
+        wanted = self.mine[samples:]
+        for shard, first, begin, end in parts_with(wanted, self.shards, lambda each: each.entry.samples):
             for number, fields in _read(shard, begin, end):
                 yield self._sample(shard, number, first + number, fields)
 
@@ -283,11 +278,11 @@ def open_mds(
     if any(file.hashes and not _verifiable(file) for file in raw):
         _log.warning("%s: its hashes are of kinds that Python's hashlib has not, and are not verified", index)
     name = printable(os.path.basename(os.path.abspath(folder)))
-    opened = Mds(shards, name, name_column, label_column, Labels(classes or ()))
-    if label_column is None or classes is not None:
-        return opened
-    values = (row[label_column] for shard in shards for _, row in _read(shard, 0, shard.samples))
-    return replace(opened, labels=Labels.of_values(values))
+    labels = Labels(classes or ())
+    if label_column is not None and classes is None:
+        rows = (row for shard in shards for _, row in _read(shard, 0, shard.entry.samples))
+        labels = Labels.of_values(row[label_column] for row in rows)
+    return Mds(shards, name, name_column, label_column, labels)
 
 
 def _shard(folder: str, entry: _Entry) -> _Shard:
@@ -315,10 +310,9 @@ def _read(shard: _Shard, begin: int, end: int) -> Iterator[tuple[int, dict[str, 
     try:
         count = int.from_bytes(data[:4], "little")
         head = 4 * (count + 2)
-        if count != shard.samples or head > len(data):
-            raise SampleError(
-                f"{path} is damaged: it has {count} samples, and the index says {shard.samples}"
-            )
+        said = shard.entry.samples
+        if count != said or head > len(data):
+            raise SampleError(f"{path} is damaged: it has {count} samples, and the index says {said}")
         offsets = np.frombuffer(data[4:head], "<u4").astype(np.int64)
         if offsets[0] < head or np.any(np.diff(offsets) < 0) or offsets[-1] > len(data):
             raise SampleError(f"{path} is damaged: its samples lie outside of it")

@@ -38,7 +38,7 @@ def format_of_path(path: str | os.PathLike[str]) -> str:
     for format_, pattern in _SUFFIXES.items():
         if pattern.search(path):
             return format_
-    if not os.path.exists(path) and not _is_pattern(path):
+    if not (os.path.exists(path) or _is_wild(path) or _BRACES.search(path)):
         raise SampleError(f"{path} does not exist")
     raise InvalidArgument(
         f"{path} may hold anything: say format=, one of folder, webdataset, tfrecord, arrow, mds, arrays"
@@ -136,10 +136,6 @@ def _braces(path: str) -> list[str]:
 
 def _is_wild(path: str) -> bool:
     return any(sign in path for sign in "*?[")
-
-
-def _is_pattern(path: str) -> bool:
-    return _is_wild(path) or bool(_BRACES.search(path))
 
 
 def _is_array(value: Any) -> bool:

@@ -174,20 +174,17 @@ class Sharded(Partitioned):
     """The samples of several files. A partition has whole files, or every so many-th sample if they are few.
 
     shards   path and short name of each file
+    read     what a file holds, from its path
+    sample   makes a sample of what `read` gave: path and short name of the file, the number in it, and that
     """
 
     shards: tuple[tuple[str, str], ...]
-    largest_bytes: int
-    fields: tuple[Field, ...] = field(default=(), kw_only=True)
-    samples: int | None = field(default=None, kw_only=True)
-
-    def read(self, path: str) -> Iterator[Any]:
-        """What a file holds, for `sample`."""
-        raise NotImplementedError
-
-    def sample(self, path: str, shard: str, number: int, item: Any) -> RawSample:
-        """The sample of what `read` gave as ``number`` of a file."""
-        raise NotImplementedError
+    read: Callable[[str], Iterator[Any]]
+    sample: Callable[[str, str, int, Any], RawSample]
+    encoding: str
+    classes: tuple[str, ...] = ()
+    fields: tuple[Field, ...] = ()
+    samples: int | None = None
 
     @property
     def description(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
 from penstock.errors import SampleError
 from penstock.samples.sources.paths import Paths, shards_of
@@ -20,21 +20,7 @@ _HEADER = struct.Struct("<QI")
 _SUM = struct.Struct("<I")
 
 
-@dataclass(frozen=True)
-class Records(Sharded):
-    """The records of several files."""
-
-    encoding: str = "raw"
-    classes: tuple[str, ...] = ()
-
-    def read(self, path: str) -> Iterator[bytes]:
-        return _records(path, self.largest_bytes)
-
-    def sample(self, path: str, shard: str, number: int, item: bytes) -> RawSample:
-        return RawSample(f"{shard}:{number}", item)
-
-
-def open_tfrecord(source: Paths, *, max_sample_bytes: int | str = "1GiB") -> Records:
+def open_tfrecord(source: Paths, *, max_sample_bytes: int | str = "1GiB") -> Sharded:
     """Samples of TFRecord files, with or without gzip; named "file:number".
 
     source            a path, a folder, a pattern such as "train-{000..127}.tfrecord", or a list of these
@@ -43,7 +29,12 @@ def open_tfrecord(source: Paths, *, max_sample_bytes: int | str = "1GiB") -> Rec
     Samples are the records' bytes; ``tf.train.Example.FromString`` decodes those that hold one. Iteration
     raises SampleError for files that are damaged or cut off: all checksums are verified.
     """
-    return Records(tuple(shards_of(source, "tfrecord")), parse_bytes(max_sample_bytes))
+    read = partial(_records, largest_bytes=parse_bytes(max_sample_bytes))
+    return Sharded(tuple(shards_of(source, "tfrecord")), read, _sample, "raw")
+
+
+def _sample(path: str, shard: str, number: int, record: bytes) -> RawSample:
+    return RawSample(f"{shard}:{number}", record)
 
 
 def _records(path: str, largest_bytes: int) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from penstock.errors import InvalidArgument, SampleError
@@ -188,32 +188,6 @@ def _shown(path: bytes) -> str:
 _log = logging.getLogger("penstock")
 
 
-@dataclass(frozen=True)
-class Shards(Sharded):
-    """The samples of several archives."""
-
-    prefix: str | None
-    label_column: str | None
-    labels: Labels
-    encoding: str = "msgpack"
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.labels.classes
-
-    def read(self, path: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-        return _samples(path, self.largest_bytes)
-
-    def sample(self, path: str, shard: str, number: int, item: tuple[str, dict[str, bytes]]) -> RawSample:
-        key, files = item
-        value = files.get(self.label_column) if self.label_column else None
-        try:
-            name = f"{shard}/{key}" if self.prefix else key
-            return RawSample(name, encode(files), self.labels.label(value, key))
-        except InvalidArgument as error:
-            raise SampleError(f"archive {path}, sample {key}: {error}") from None
-
-
 def open_webdataset(
     source: Paths,
     *,
@@ -221,7 +195,7 @@ def open_webdataset(
     label_column: str | None = None,
     classes: Sequence[str] | None = None,
     max_sample_bytes: int | str = "1GiB",
-) -> Shards:
+) -> Sharded:
     """Samples of tar archives, with or without gzip.
 
     source            a path, a folder, a pattern such as "train-{000..127}.tar", or a list of these
@@ -239,12 +213,20 @@ def open_webdataset(
     if prefix not in (None, "shard"):
         raise InvalidArgument(f"prefix={prefix!r} is unknown: give 'shard', or leave it out")
     shards = tuple(shards_of(source, "webdataset"))
-    largest_bytes = parse_bytes(max_sample_bytes)
-    opened = Shards(shards, largest_bytes, prefix, label_column, Labels(classes or ()))
-    if label_column is None or classes is not None:
-        return opened
-    values = (files.get(label_column) for path, _ in shards for _, files in _samples(path, largest_bytes))
-    return replace(opened, labels=Labels.of_values(values))
+    read = partial(_samples, largest_bytes=parse_bytes(max_sample_bytes))
+    labels = Labels(classes or ())
+    if label_column is not None and classes is None:
+        labels = Labels.of_values(files.get(label_column) for path, _ in shards for _, files in read(path))
+
+    def sample(path: str, shard: str, _: int, item: tuple[str, dict[str, bytes]]) -> RawSample:
+        key, files = item
+        value = files.get(label_column) if label_column else None
+        try:
+            return RawSample(f"{shard}/{key}" if prefix else key, encode(files), labels.label(value, key))
+        except InvalidArgument as error:
+            raise SampleError(f"archive {path}, sample {key}: {error}") from None
+
+    return Sharded(shards, read, sample, "msgpack", labels.classes)
 
 
 def _samples(path: str, largest_bytes: int) -> Iterator[tuple[str, dict[str, bytes]]]:
