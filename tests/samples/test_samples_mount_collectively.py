@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples import collective
-from penstock.samples.catalog import Directory
+from penstock.samples.catalog import Directory, load_all
 from penstock.samples.collective import pack_together
 from penstock.samples.store import Store, mount
 from tests.support.stores import write_store
@@ -174,12 +173,12 @@ def test_a_part_that_others_cannot_see_is_named(tmp_path: Path) -> None:
     write_parts(tmp_path)
 
     def body(rank: int) -> Said:
-        def load(folder: Any, verify: bool) -> Directory:
+        def load(folder: Any, *options: Any) -> list[Directory]:
             if rank == 1 and folder == str(partition(tmp_path, 3)):  # as on another machine
                 raise SampleError("No such file or directory")
-            return Directory.load(folder, verify)
+            return load_all(folder, *options)
 
-        collective.Directory = SimpleNamespace(load=load)  # type: ignore[assignment,misc]
+        collective.load_all = load  # type: ignore[assignment]
         return refusal(partition(tmp_path, rank))
 
     for _, said in run(body, tmp_path):
@@ -205,12 +204,12 @@ def test_a_process_that_is_killed_leaves_no_one_waiting(tmp_path: Path, victim: 
     write_parts(tmp_path)
 
     def body(rank: int) -> Said:
-        def load(folder: Any, verify: bool) -> Directory:
+        def load(folder: Any, *options: Any) -> list[Directory]:
             if rank == victim and folder == str(partition(tmp_path, 3)):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return Directory.load(folder, verify)
+            return load_all(folder, *options)
 
-        collective.Directory = SimpleNamespace(load=load)  # type: ignore[assignment,misc]
+        collective.load_all = load  # type: ignore[assignment]
         return refusal(partition(tmp_path, rank), timeout_s=1)
 
     for rank, (code, said) in enumerate(run(body, tmp_path)):

@@ -7,11 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
-from penstock.samples import places
 from penstock.samples.reading import choose_io
 from penstock.samples.store import mount
 from tests.support.sample_stores import some_samples
@@ -61,7 +59,6 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     assert "4 partitions" in text
     with mount([tmp_path / "part-00002-of-00004", tmp_path / "part-00000-of-00004"]) as store:
         assert store.name(0) == "2/0"
-    assert len(places.places_of(tmp_path, whole=False)) == 2
 
 
 def test_partitions_of_two_packings_are_not_mixed(tmp_path: Path) -> None:
@@ -160,16 +157,6 @@ def test_labels_count_through(tmp_path: Path) -> None:
         assert batch.labels.tolist() == [-1, 1]
     with mount(tmp_path / "b") as store:
         assert store.labels is None is store.read_many([0]).labels
-
-
-def test_chunks_are_told(tmp_path: Path) -> None:
-    content = [(str(index), bytes(1000)) for index in range(20)]
-    write_store(tmp_path / "a", content)
-    write_store(tmp_path / "b", content)
-    with mount([tmp_path / "a", tmp_path / "b"]) as store:
-        assert store.chunk_of(np.arange(40)).tolist() == [0] * 5 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 3 + [
-            5 + index * 1000 // 4096 for index in range(20)
-        ]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ class Broken(Exception):
 
 
 class MemoryDevice:
-    """Satisfies Device.
+    """Stands for a Namespace.
 
     content   what reads give
     writes    how many there were

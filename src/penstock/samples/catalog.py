@@ -23,7 +23,7 @@ from penstock.errors import InvalidArgument, InvalidFile
 from penstock.samples import layout
 from penstock.samples.encoding import Decoder
 from penstock.samples.manifest import AGAIN, Field, StoreManifest
-from penstock.samples.places import Bytes, PathLike, Place, check_sums, place_of, places_of
+from penstock.samples.places import Bytes, PathLike, Place, check_sums, places_of
 
 _NAME_FILES = (layout.NAMES, layout.ANCHORS, layout.LOOKUP)  # mapped together, when names are asked for
 
@@ -37,16 +37,16 @@ class Directory:
     Files are mapped, or read, when they are first asked for.
     """
 
-    def __init__(self, place: Place | PathLike, verify: bool = True) -> None:
-        """Of the store at ``place``, or at that path or URL; see `load`. A file may be missing."""
-        self.place = place if isinstance(place, Place) else place_of(place)
-        self.manifest, self._verify = self.place.manifest(), verify
+    def __init__(self, place: Place, verify: bool = True) -> None:
+        """Of the store at ``place``; see `load`. A file may be missing."""
+        self.place, self.manifest, self._verify = place, place.manifest(), verify
         self._loaded: dict[str, Bytes] = {}
-        _check_manifest(self.manifest, self.place.path_of(layout.MANIFEST))
+        self._names: _native.SampleNames | None = None
+        _check_manifest(self.manifest, place.path_of(layout.MANIFEST))
 
     @classmethod
-    def load(cls, place: Place | PathLike, verify: bool = True) -> Directory:
-        """The directory of the store at ``place``, or at that path or URL.
+    def load(cls, place: Place, verify: bool = True) -> Directory:
+        """The directory of the store at ``place``.
 
         verify  compare the files' checksums: all at once, except those that only names need, at their
                 first use
@@ -133,14 +133,10 @@ class Directory:
     def names(self) -> _native.SampleNames:
         """Finds names and gives them. Raises SampleError, InvalidFile."""
         # No cached_property: until Python 3.12 it holds a lock meanwhile, which a forked child never gets.
-        names: _native.SampleNames | None = self.__dict__.get("_names")
-        if names is None:
-            anchors = self.file(layout.ANCHORS).view("<u8")
-            names = _native.SampleNames(
-                self.entries, self.file(layout.NAMES), anchors, self.file(layout.LOOKUP)
-            )
-            self.__dict__["_names"] = names
-        return names
+        if self._names is None:
+            names, anchors, lookup = map(self.file, _NAME_FILES)
+            self._names = _native.SampleNames(self.entries, names, anchors.view("<u8"), lookup)
+        return self._names
 
 
 def load_all(
@@ -411,11 +407,6 @@ class Catalog:
             firsts.append(directory.firsts[:-1] + np.uint64(begin))
             begin += directory.manifest.samples
         return np.append(np.concatenate(firsts), np.uint64(begin))
-
-    def chunk_of(self, indices: Keys) -> Indices:
-        """[n] int64: in which chunk, counted over all partitions, each of the samples begins."""
-        chunks = np.searchsorted(self.firsts[:-1], self.indices(indices).astype(np.uint64), side="right") - 1
-        return chunks.astype(np.int64)
 
     def sizes(self, keys: Keys) -> Indices:
         """[n] int64: how many bytes each of the samples has."""

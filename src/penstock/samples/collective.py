@@ -137,7 +137,7 @@ def _opened(owner: int, held: Held, verify: bool) -> Directory:
     """The directory of a store that another process holds. Raises SampleError, InvalidFile."""
     advice = "put it where all processes can see it, or mount it in each from a place of its own"
     try:
-        directory = Directory.load(held.place, verify)
+        directory, *_ = load_all(held.place, verify)
     except SampleError as error:
         raise SampleError(
             f"cannot see {held.place}, which process {owner} holds: {error}; {advice}"

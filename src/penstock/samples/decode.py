@@ -64,12 +64,6 @@ class Sample:
         return self._shared[what]
 
 
-def samples_of(batch: Batch) -> list[Sample]:
-    """The batch's samples, which look up names and labels together."""
-    shared: dict[str, Any] = {}
-    return [Sample(batch, place, shared) for place in range(len(batch))]
-
-
 def converter(
     encoding: str,
     decode: Callable[[Sample], Any] | None,
@@ -94,8 +88,10 @@ def converter(
 
 def decoded(decode: Callable[[Sample], Any], batch: Batch) -> list[Any]:
     """What the function makes of each sample. Raises SampleError, which names the sample, where it raises."""
-    values = []
-    for sample in samples_of(batch):
+    values: list[Any] = []
+    shared: dict[str, Any] = {}  # names, labels and fields, which are looked up for all samples together
+    for place in range(len(batch)):
+        sample = Sample(batch, place, shared)
         try:
             values.append(decode(sample))
         except PenstockError:

@@ -317,15 +317,10 @@ def bench(
         measure("read", lambda: _reads(store))
         for order in ORDERS:
             with mount(path, order, cache_bytes, io=io) as ordered:
-                measure(f"bread, {order}", partial(_breads, ordered, batch), _mixing_ratio(ordered, batch))
+                slots, firsts = max(1, ordered.shape.slots), ordered.firsts
+                mixing = expected_mixing(order, firsts, slots=slots, batch_size=batch, batches=MIXING_BATCHES)
+                measure(f"bread, {order}", partial(_breads, ordered, batch), mixing.ratio)
         return Bench(path=os.fspath(path), samples=len(store), io=store.io, cold=cold, rows=tuple(rows))
-
-
-def _mixing_ratio(store: Store, batch: int) -> float:
-    slots = max(1, store.shape.slots)
-    return expected_mixing(
-        store.order, store.firsts, slots=slots, batch_size=batch, batches=MIXING_BATCHES
-    ).ratio
 
 
 def _timed(way: str, read: Read, seconds: float) -> Throughput:

@@ -107,7 +107,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """Batches of a whole epoch in this process."""
         workers = max(1, self._epochs.workers if self._workers is None else self._workers)
         position = self._fresh(0).divided(self.store.world * workers, self._slots, workers)
-        ends = [position.end(replica) for replica in self._own(workers)]
+        ends = map(position.end, position.of_rank(self.store.rank))
         return sum(-(-end // self.batch_size) for end in ends)
 
     def __iter__(self) -> Iterator[Any]:
@@ -155,9 +155,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         return position, next(iter(position.taken))
 
     def _begin_of(self, start: EpochStart) -> Position:
-        loaded = self._loaded
-        resumes = start.resumes and loaded is not None and loaded.of.epoch == start.epoch
-        return loaded if resumes and loaded is not None else self._fresh(start.epoch)
+        if start.resumes and self._loaded is not None and self._loaded.of.epoch == start.epoch:
+            return self._loaded
+        return self._fresh(start.epoch)
 
     def _fresh(self, epoch: int) -> Position:
         store = self.store
@@ -167,9 +167,6 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     @property
     def _slots(self) -> int:
         return self.store.shape.slots if self.store.order == "chunk" else 0
-
-    def _own(self, workers: int) -> range:
-        return range(self.store.rank * workers, (self.store.rank + 1) * workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after the last batch that was received. Numbers, text and lists only.
@@ -192,10 +189,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
 
         epoch  that they are of; unless given, the one that was iterated last
         """
-        epoch = max(0, self.epoch - 1) if epoch is None else epoch
-        loaded = self._loaded
-        begin = loaded if loaded is not None and loaded.of.epoch == epoch else self._fresh(epoch)
-        position = begin.divided(self.store.world * max(1, workers), self._slots, max(1, workers))
+        epoch, workers = max(0, self.epoch - 1) if epoch is None else epoch, max(1, workers)
+        begin = self._begin_of(EpochStart(epoch, resumes=True))
+        position = begin.divided(self.store.world * workers, self._slots, workers)
         return position.advanced(self.store.rank, batches).state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

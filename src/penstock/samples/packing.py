@@ -102,8 +102,6 @@ def pack(
     folder = Path(dest)
     _check_outside(source, folder)
     opened = open_source(source, format=format, **(format_options or {}))
-    if isinstance(opened, Files) and not opened.samples:
-        raise SampleError(f"{opened.description} has no regular files: nothing to pack")
     if world > 1:
         _check_partitions(folder, world)
         opened = opened.of_rank(rank, world)
@@ -240,7 +238,14 @@ class _Packer:
         """What of the source is not packed yet. The builder is brought to where it was."""
         done = self._writer.done
         packed = Packed(self._writer.folder, done)
-        self._builder = self._restored(done.state)
+        try:
+            self._builder = Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes, done.state)
+        except ValueError as error:
+            folder = self._writer.folder
+            raise SampleError(
+                f"packing into {folder} was begun by another version of penstock: {error}. "
+                f"Remove {folder}, or pass resume=False to pack it anew"
+            ) from error
         self._size_bytes = self._durable_bytes = done.size_bytes
         names, after = getattr(self._source, "names", None), getattr(self._source, "after", None)
         if callable(names) and callable(after):
@@ -248,16 +253,6 @@ class _Packer:
             rest: Iterator[RawSample | Block] = after(done.samples)
             return rest
         return packed.rest_of(iter(self._source))
-
-    def _restored(self, state: bytes) -> Builder:
-        try:
-            return Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes, state)
-        except ValueError as error:
-            folder = self._writer.folder
-            raise SampleError(
-                f"packing into {folder} was begun by another version of penstock: {error}. "
-                f"Remove {folder}, or pass resume=False to pack it anew"
-            ) from error
 
 
 def _look_for_room(writer: StoreWriter) -> None:
@@ -292,11 +287,9 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 def _check_outside(source: Any, folder: Path) -> None:
     """Packing must not write into what it reads. source: a path, several, or what was opened."""
-    paths = (
-        source if isinstance(source, list | tuple) else [source.root if isinstance(source, Files) else source]
-    )
+    source = source.root if isinstance(source, Files) else source
     where = Path(os.path.realpath(folder))
-    for path in paths:
+    for path in source if isinstance(source, list | tuple) else [source]:
         if not isinstance(path, str | bytes | os.PathLike):
             return  # samples, not paths
         real = Path(os.fsdecode(os.path.realpath(path)))

@@ -123,7 +123,7 @@ class StoreFile(ABC):
 
 
 class Place(ABC):
-    """Where the files of one store lie; of several partitions, those of one. As text, what `place_of` takes.
+    """Where the files of one store lie; of several partitions, those of one. As text, what `places_of` takes.
 
     name       its last part
     is_remote  on another machine: there is no page cache, and no path
@@ -252,30 +252,11 @@ class _LocalFile(StoreFile):
         self._opened.close()
 
 
-def place_of(path: PathLike, timeout_s: float = DEFAULT_TIMEOUT_S) -> Place:
-    """The place at a path, or of a URL.
-
-    timeout_s  longest wait for a target
-
-    Raises SampleError where a namespace has no store; InvalidArgument for a URL that is none, or names a
-    namespace with several partitions.
-    """
-    if not is_url(path):
-        return Folder(path)
-    (place, *more) = places_of(path, timeout_s=timeout_s)
-    if more:
-        raise InvalidArgument(f"{path} has {len(more) + 1} partitions: name one, such as {place}")
-    return place
-
-
-def places_of(
-    path: PathLike | Sequence[PathLike], whole: bool = True, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> list[Place]:
+def places_of(path: PathLike | Sequence[PathLike], timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Place]:
     """The places of the stores that ``path`` stands for, in order.
 
     path       a store, the folder in which several processes packed their partitions, the URL of a namespace
                that either was uploaded to, or a list of such
-    whole      all partitions must be there
     timeout_s  longest wait for a target
 
     Raises SampleError where there is no store or a partition is missing, InvalidArgument for an empty list
@@ -283,11 +264,11 @@ def places_of(
     """
     if isinstance(path, str | os.PathLike):
         if not is_url(path):
-            return [Folder(folder) for folder in _folders_of(Path(path), whole)]
+            return [Folder(folder) for folder in _folders_of(Path(path))]
         from penstock.samples.remote.store import remote_places
 
         return remote_places(path, timeout_s)
-    places = [place for each in path for place in places_of(each, whole, timeout_s)]
+    places = [place for each in path for place in places_of(each, timeout_s)]
     if not places:
         raise InvalidArgument("no store was given: give a path or several")
     return places
@@ -343,7 +324,7 @@ def check_size(path: str, size_bytes: int, wanted_bytes: int, remedy: str) -> No
         raise InvalidFile(f"{path} {what}: it has {size_bytes} bytes, not {wanted_bytes}. {remedy}")
 
 
-def _folders_of(folder: Path, whole: bool) -> list[Path]:
+def _folders_of(folder: Path) -> list[Path]:
     if (folder / MANIFEST).exists():
         return [folder]
     try:
@@ -353,8 +334,6 @@ def _folders_of(folder: Path, whole: bool) -> list[Path]:
     folders = [folder / name for name in partition_names(listed, str(folder))]
     if not folders:
         raise _not_packed(folder, listed)
-    if not whole:
-        return [partition for partition in folders if (partition / MANIFEST).exists()]
     missing = [partition.name for partition in folders if not (partition / MANIFEST).exists()]
     check_whole(
         str(folder),

@@ -94,15 +94,6 @@ def read(folder: Path) -> Packing | None:
     return packing
 
 
-def sync(path: str | os.PathLike[str]) -> None:
-    """Make the file, or the names in the folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class PackingFolder(NamedTuple):
     """A folder that this process alone packs into.
 
@@ -122,7 +113,7 @@ class PackingFolder(NamedTuple):
         try:
             shutil.copymode(self.replaces, self.folder)
             _exchange(self.folder, self.replaces)
-            sync(self.replaces.parent)
+            files.sync_folder(self.replaces.parent)
         except OSError as error:
             raise SampleError(
                 f"cannot put {self.folder} in the place of {self.replaces}: {error.strerror}. Both are whole "
@@ -196,32 +187,27 @@ def _locked(folder: Path) -> Iterator[None]:
         created = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if created:
-            sync(folder.parent)
+            files.sync_folder(folder.parent)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileExistsError, NotADirectoryError) as error:
         raise InvalidArgument(f"{folder} is not a folder: give one that is new or empty") from error
     except OSError as error:
         raise SampleError(f"cannot make a store at {folder}: {error.strerror}") from error
     try:
-        _lock(descriptor, folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SampleError(
+                f"another process is packing into {folder}: wait until it has ended, or choose another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise SampleError(f"cannot lock {folder}: {error.strerror}") from error
+            text = "%s cannot be locked (%s): see to it that no other process packs into it"
+            logger.warning(text, folder, error.strerror)
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise SampleError(
-            f"another process is packing into {folder}: wait until it has ended, or choose another folder"
-        ) from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise SampleError(f"cannot lock {folder}: {error.strerror}") from error
-        logger.warning(
-            "%s cannot be locked (%s): see to it that no other process packs into it", folder, error.strerror
-        )
 
 
 def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Packing:
@@ -236,7 +222,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Pac
         else:
             _check_recipe(folder, packing.recipe, recipe)
         (folder / layout.MANIFEST).unlink(missing_ok=True)  # packing.json stays until all else is durable
-        sync(folder)
+        files.sync_folder(folder)
         _restore(folder, packing)
     except SampleError:
         raise

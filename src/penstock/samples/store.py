@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO
 
@@ -29,6 +30,7 @@ from penstock.samples.layout import buffer_bytes
 from penstock.samples.order import CacheShape, Segment, cache_shape
 from penstock.samples.places import PathLike
 from penstock.samples.reading import Options, Reader
+from penstock.storage.files import Closing
 from penstock.units import format_bytes, parse_bytes
 
 SHOWN = 10  # samples of a batch, in a notebook
@@ -109,28 +111,23 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes the batch, not the store."""
-        origin = _BatchOrigin(self.indices, self.labels, self.names(), self._origin.decoder)
+        origin = _BatchOrigin(self._origin.decoder, self.labels, self.names())
         return Batch, (self.indices, self.data, self.offsets, origin)
 
 
+@dataclass(frozen=True)
 class _BatchOrigin:
-    """What a batch from another process knows: of its own samples only."""
+    """What a batch from another process knows: of its own samples only. It asks for the first so many."""
 
-    def __init__(
-        self, indices: npt.NDArray[np.int64], labels: Labels | None, names: list[str], decoder: Decoder
-    ) -> None:
-        self.decoder = decoder
-        self._places = {index: place for place, index in enumerate(indices.tolist())}
-        self._labels, self._names = labels, names
+    decoder: Decoder
+    labels: Labels | None
+    names: list[str]
 
     def labels_of(self, indices: npt.NDArray[np.int64]) -> Labels | None:
-        return None if self._labels is None else self._labels[self._at(indices)]
+        return None if self.labels is None else self.labels[: len(indices)]
 
     def names_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
-        return [self._names[place] for place in self._at(indices)]
-
-    def _at(self, indices: npt.NDArray[np.int64]) -> list[int]:
-        return [self._places[index] for index in indices.tolist()]
+        return self.names[: len(indices)]
 
 
 logger = logging.getLogger("penstock")
@@ -195,7 +192,7 @@ def mount(
     return Store(directories, options)
 
 
-class Store(Catalog):
+class Store(Catalog, Closing):
     """A mounted sample store, made by `mount`. A context manager.
 
     Several threads can use it at once; those that call `bread` take turns. It can be pickled: whoever gets it
@@ -356,12 +353,6 @@ class Store(Catalog):
     def close(self) -> None:
         """Close all files and release all memory, except that of batches still in use. Idempotent."""
         self._finalizer()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         places = [str(directory.place) for directory in self.directories]

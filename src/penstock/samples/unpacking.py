@@ -23,6 +23,7 @@ from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.layout import DIRECTORY, bytes_of, text_of
 from penstock.samples.manifest import AGAIN
 from penstock.samples.store import Store, mount
+from penstock.storage.files import Closing
 from penstock.storage.nvme import is_url
 
 Progress = Callable[[int, int], None]
@@ -70,23 +71,19 @@ def unpack(
     with mount(path, order="full") as store:
         indices = range(len(store)) if names is None else store.indices(names)
         _check_names(store, indices, flat)
-        writer = _Writer(Path(dest), overwrite)
-        fields = store.encoding != "raw"
         written = size_bytes = 0
-        try:
+        with _Writer(Path(dest), overwrite) as writer:
             for batch in _batches(store, indices):
                 for at, data in zip(batch.tolist(), store.read_many(batch), strict=True):
                     place = _place(store.name(at), flat)
-                    if fields:
-                        writer.write_fields(place, store.decoder.sample(data))
-                    else:
+                    if store.encoding == "raw":
                         writer.write(place, data)
+                    else:
+                        writer.write_fields(place, store.decoder.sample(data))
                     size_bytes += len(data)
                 written += len(batch)
                 if progress is not None:
                     progress(written, size_bytes)
-        finally:
-            writer.close()
     return written
 
 
@@ -149,7 +146,7 @@ def _refusal(place: tuple[bytes, ...]) -> str | None:
     return None
 
 
-class _Writer:
+class _Writer(Closing):
     """Writes files below a folder, never through links. Keeps the last folder open."""
 
     def __init__(self, dest: Path, overwrite: bool) -> None:
@@ -258,8 +255,6 @@ def _failure(path: Path, error: OSError) -> SampleError:
 
 def _plain(value: Any) -> Any:
     """What JSON has no word for, inside lists and maps."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
     raise SampleError(f"a {type(value).__name__} cannot be written as JSON")

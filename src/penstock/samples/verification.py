@@ -140,10 +140,7 @@ def _verify_partition(place: Place, findings: _Findings) -> None:
     damaged: list[int] = []
     chunk = 0
     for number, data_file in enumerate(manifest.data_files):
-        for piece in _Scan(directory, number, firsts, chunk).pieces():
-            findings.add(piece.problems)
-            findings.advance(piece.samples, piece.size_bytes)
-            damaged += piece.damaged
+        damaged += _Scan(directory, number, firsts, chunk, findings).run()
         chunk += data_file.chunks
     for index in sorted(damaged):
         name = None if names is None else layout.text_of(names.name(index))
@@ -279,21 +276,6 @@ def _check_names(directory: Directory) -> tuple[_native.SampleNames | None, list
     return names, problems
 
 
-class _Piece(NamedTuple):
-    """What one read of a data file has brought to light.
-
-    samples      that begin in it
-    size_bytes   that were read
-    damaged      indices of samples that were found wrong
-    problems     of the file, in words
-    """
-
-    samples: int
-    size_bytes: int
-    damaged: list[int]
-    problems: list[str]
-
-
 class _Read(NamedTuple):
     """Bytes ``begin`` to ``end`` of a data file, the first one at ``address``; or why there are none."""
 
@@ -322,20 +304,24 @@ class _Scan:
     firsts   [chunks + 1], of the whole store; ``chunk``: which of these chunks is the file's first
     """
 
-    def __init__(self, directory: Directory, number: int, firsts: Numbers, chunk: int) -> None:
-        self._directory, self._name = directory, layout.data_file_name(number)
+    def __init__(
+        self, directory: Directory, number: int, firsts: Numbers, chunk: int, findings: _Findings
+    ) -> None:
+        self._directory, self._name, self._findings = directory, layout.data_file_name(number), findings
         self._data_file = directory.manifest.data_files[number]
         self._chunk_bytes, self._chunks = directory.manifest.chunk_bytes, self._data_file.chunks
         self._firsts = firsts[chunk : chunk + self._chunks + 1]
         self._sums_of_chunks = directory.chunks["crc32c"][chunk : chunk + self._chunks]
         self._tail: _Tail | None = None
+        self._damaged: list[int] = []
 
-    def pieces(self) -> Iterator[_Piece]:
-        """Raises SampleError where the file cannot be opened, or a read does not end."""
+    def run(self) -> list[int]:
+        """Gives the damaged samples. Raises SampleError where the file cannot be opened, or a read hangs."""
         chunks = max(1, PIECE_BYTES // self._chunk_bytes)
         for number, read in enumerate(self._reads(chunks * self._chunk_bytes)):
             first = number * chunks
-            yield self._compared(read, first, min(first + chunks, self._chunks))
+            self._compare(read, first, min(first + chunks, self._chunks))
+        return self._damaged
 
     def _reads(self, step: int) -> Iterator[_Read]:
         """One ahead. The memory of one is used again for the one after the next."""
@@ -375,16 +361,16 @@ class _Scan:
                 if not hangs:
                     pending.exception(READ_TIMEOUT_S)  # it uses the file and the memory
 
-    def _compared(self, read: _Read, first: int, upto: int) -> _Piece:
+    def _compare(self, read: _Read, first: int, upto: int) -> None:
         """Compare the chunks ``first`` to ``upto`` of the file, which begin with the bytes read."""
         begin, end = int(self._firsts[first]), int(self._firsts[upto])
-        size_bytes = (upto - first) * self._chunk_bytes
+        self._findings.advance(end - begin, (upto - first) * self._chunk_bytes)
         if read.error:
-            problem = f"{self._name} cannot be read from {read.begin} to {read.end}: {read.error}"
-            lost = [] if self._tail is None else [self._tail.sample]
+            self._findings.add([f"{self._name} cannot be read from {read.begin} to {read.end}: {read.error}"])
+            self._damaged += [*([] if self._tail is None else [self._tail.sample]), *range(begin, end)]
             self._tail = None
-            return _Piece(end - begin, size_bytes, lost + list(range(begin, end)), [problem])
-        wrong = self._follow_tail(read)
+            return
+        self._follow_tail(read)
         entries, lengths = self._directory.located(slice(begin, end))
         offsets = entries.offset.astype(np.int64)
         ends = offsets + lengths
@@ -397,7 +383,7 @@ class _Scan:
         if here < end - begin:  # the last one
             self._tail = _Tail(begin + here, int(offsets[here]), int(ends[here]), 0)
             self._follow_tail(read)
-        wrong += (begin + np.flatnonzero(~right)).tolist()
+        self._damaged += (begin + np.flatnonzero(~right)).tolist()
         room = self._chunk_bytes - offsets % self._chunk_bytes
         long = (lengths > room) & (lengths >= layout.long_edge_bytes(self._chunk_bytes))
         problems = []
@@ -410,16 +396,16 @@ class _Scan:
         padding = self._data_file.size_bytes
         if upto == self._chunks and read.crc(padding, read.end) != crc32c(bytes(read.end - padding)):
             problems.append(f"{self._name} has something other than zeros after its last sample")
-        return _Piece(end - begin, size_bytes, wrong, problems)
+        self._findings.add(problems)
 
-    def _follow_tail(self, read: _Read) -> list[int]:
-        """Go on with a sample that did not end. Its index, if that was all of it, and it is wrong."""
+    def _follow_tail(self, read: _Read) -> None:
+        """Go on with a sample that did not end."""
         tail = self._tail
         if tail is None:
-            return []
+            return
         upto = min(tail.end, read.end)
         if upto > tail.position:
             tail = tail._replace(position=upto, crc=read.crc(tail.position, upto, tail.crc))
         self._tail = tail if tail.position < tail.end else None
-        is_wrong = self._tail is None and tail.crc != self._directory.sums[tail.sample]
-        return [tail.sample] if is_wrong else []
+        if self._tail is None and tail.crc != self._directory.sums[tail.sample]:
+            self._damaged.append(tail.sample)

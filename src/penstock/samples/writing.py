@@ -25,6 +25,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from penstock import _native
+from penstock.core.files import sync_folder
 from penstock.errors import SampleError
 from penstock.samples import layout, progress
 from penstock.samples.builder import Pieces, joined, lookup_of, with_lengths
@@ -34,6 +35,7 @@ from penstock.samples.progress import Packing
 from penstock.samples.sources.source import Block, RawSample, as_block
 from penstock.samples.threads import DaemonThreads
 from penstock.storage.checksum import crc32c
+from penstock.storage.files import Closing
 from penstock.units import format_bytes, format_bytes_up
 
 logger = logging.getLogger("penstock")
@@ -164,7 +166,7 @@ _WAITING = 2  # pieces that wait to be written while others are built
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class StoreWriter:
+class StoreWriter(Closing):
     """Appends to the files of one store. A context manager.
 
     folder   that progress.lock_folder gave to this process
@@ -202,12 +204,6 @@ class StoreWriter:
         self._thread.close()
         self._files.close()
 
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # From here on: in the thread.
 
     def _write(self, pieces: Pieces, mark: Packing | None) -> None:
@@ -242,7 +238,7 @@ class StoreWriter:
             ).sealed()
             write_manifest(made, self.folder)
             (self.folder / progress.PROGRESS).unlink()
-            progress.sync(self.folder)
+            sync_folder(self.folder)
             return made
 
     def _lookup(self) -> npt.NDArray[np.uint8]:
@@ -304,7 +300,7 @@ class _Files:
         """Make everything durable, the names included."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
-        progress.sync(self._folder)
+        sync_folder(self._folder)
 
     def sums(self) -> dict[str, FileSum]:
         return {name: FileSum(size_bytes=size, crc32c=crc) for name, (size, crc) in self._sums.items()}

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -51,23 +50,7 @@ from penstock.storage.nvme.contents import HEAD_BYTES, known_contents
 from penstock.units import format_bytes
 
 
-class Device(Protocol):
-    """Bytes at offsets, such as `penstock.storage.nvme.Namespace`.
-
-    block_bytes   writes are of whole blocks, and durable after `flush`
-    """
-
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-
-    def read_into(self, offset: int, view: memoryview) -> None: ...
-    def write(self, offset: int, view: memoryview) -> None: ...
-    def flush(self) -> None: ...
-
-
-def read_superblock(device: Device, name: str) -> tuple[Superblock | None, tuple[str, ...]]:
+def read_superblock(device: Namespace, name: str) -> tuple[Superblock | None, tuple[str, ...]]:
     """What the superblocks of a namespace say: see `find_superblock`."""
     size_bytes = align_up(SUPERBLOCK_BYTES, device.block_bytes)
     copies = []
@@ -79,7 +62,7 @@ def read_superblock(device: Device, name: str) -> tuple[Superblock | None, tuple
     return find_superblock(copies, device.size_bytes, name)
 
 
-def contents(device: Device) -> str | None:
+def contents(device: Namespace) -> str | None:
     """What lies on a namespace without a store, in words; None for nothing."""
     head = bytearray(min(HEAD_BYTES, device.size_bytes))
     device.read_into(0, memoryview(head))
@@ -93,7 +76,7 @@ _UPLOAD = "penstock samples upload STORE URL"
 Files = dict[str, dict[str, StoredFile]]  # by partition and name; "" where the store is none of several
 
 
-def read_store(device: Device, name: str) -> tuple[Superblock, tuple[str, ...], Files]:
+def read_store(device: Namespace, name: str) -> tuple[Superblock, tuple[str, ...], Files]:
     """The superblock of the store on ``device``, what is wrong with its other copy, and its files.
 
     Raises SampleError where there is none, or not all of it; InvalidFile where it is damaged.
@@ -112,7 +95,7 @@ def read_store(device: Device, name: str) -> tuple[Superblock, tuple[str, ...], 
     return superblock, problems, decoded_table(table.tobytes(), superblock, name)
 
 
-def read_bytes(device: Device, offset: int, size_bytes: int) -> Bytes:
+def read_bytes(device: Namespace, offset: int, size_bytes: int) -> Bytes:
     """Bytes of the device, in private memory that forked children share. Read-only."""
     begin = align_down(offset, device.block_bytes)
     end = align_up(offset + size_bytes, device.block_bytes)
@@ -354,7 +337,7 @@ def _namespace(url: Url, timeout_s: float) -> RemoteNamespace:
     return RemoteNamespace(url=str(url), size_bytes=size_bytes, block_bytes=block_bytes, holds=holds)
 
 
-def _contents_or_store(device: Device, name: str) -> str:
+def _contents_or_store(device: Namespace, name: str) -> str:
     try:
         superblock, _ = read_superblock(device, name)
     except InvalidFile as error:

@@ -31,7 +31,7 @@ from penstock.samples.remote.layout import (
     encoded_table,
     plan_upload,
 )
-from penstock.samples.remote.store import Device, contents, read_superblock
+from penstock.samples.remote.store import contents, read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
 from penstock.storage.nvme import DEFAULT_TIMEOUT_S, Namespace, TargetError, is_url, parse_url
@@ -152,7 +152,7 @@ def upload(
 
 
 def upload_to(
-    device: Device,
+    device: Namespace,
     name: str,
     store: LocalStore,
     *,
@@ -200,7 +200,7 @@ def upload_to(
     )
 
 
-def _begin(device: Device, name: str, fresh: Superblock, overwrite: bool) -> tuple[Superblock, bool]:
+def _begin(device: Namespace, name: str, fresh: Superblock, overwrite: bool) -> tuple[Superblock, bool]:
     """The superblock to upload under, and whether an upload goes on. It is complete where all is done.
 
     Raises SampleError where something is there that must not be replaced.
@@ -241,7 +241,7 @@ def _begin(device: Device, name: str, fresh: Superblock, overwrite: bool) -> tup
 class _Writer:
     """Writes one store. All offsets and sizes are of whole blocks, with zeros behind what is written."""
 
-    def __init__(self, device: Device, name: str, store: LocalStore, plan: UploadPlan) -> None:
+    def __init__(self, device: Namespace, name: str, store: LocalStore, plan: UploadPlan) -> None:
         self._device, self._name, self._store, self._plan = device, name, store, plan
         self._superblock, self._extent_bytes = plan.superblock, plan.superblock.extent_bytes
         self._block_bytes = max(device.block_bytes, SMALLEST_WRITE_BYTES)
