@@ -356,19 +356,3 @@ def test_metadata_that_cannot_be_written_is_refused(metadata: Any) -> None:
 def test_a_header_that_no_reader_takes_is_not_written() -> None:
     with pytest.raises(InvalidArgument, match="allows 100000000"):
         encode(TENSORS, tree="x" * MAX_TEXT_BYTES)
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [TENSORS[1]],
-        [TENSORS[0], TENSORS[0]],
-        [TENSORS[0]._replace(end=25)],
-        [TENSORS[0]._replace(name="__metadata__")],
-        [TENSORS[2]._replace(begin=0, end=0)] * 2,
-        [Entry("a", "F4", (), 0, 1)],
-    ],
-)
-def test_entries_that_no_reader_takes_are_not_written(entries: list[Entry]) -> None:
-    with pytest.raises(ValueError):
-        encode(entries, tree="{}")

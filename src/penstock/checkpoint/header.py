@@ -125,7 +125,6 @@ def encode(
     Its size does not depend on the checksums, of which a missing one is written as 0: it is known
     before the data has been seen. Raises InvalidArgument for names and metadata that cannot be written.
     """
-    _check_layout(entries)
     own = {_FORMAT_KEY: _FORMAT}
     if tree is not None:
         own[_TREE_KEY] = tree
@@ -359,19 +358,6 @@ def _checksums(text: str, count: int, path: str | Path) -> list[int]:
     if len(found) != count or not all(map(_CHECKSUM.fullmatch, found)):
         raise damaged(path, f"{_CHECKSUMS_KEY!r} is {_short(text)}, not {count} checksums of 8 digits")
     return [int(digits, 16) for digits in found]
-
-
-def _check_layout(entries: Sequence[Entry]) -> None:
-    end = 0
-    for entry in entries:
-        items = ITEM_BYTES[entry.dtype] * math.prod(entry.shape)
-        if entry.begin != end or entry.end - entry.begin != items:
-            raise ValueError(f"{entry} does not go on at {end}, or does not have {items} bytes")
-        if entry.dtype == "F4" and not entry.shape:
-            raise ValueError(f"{entry} has no dimension along which F4 could be in pairs")
-        end = entry.end
-    if len({entry.name for entry in entries} - {_METADATA}) != len(entries):
-        raise ValueError("names of entries are not unique")
 
 
 def _described(entry: Entry) -> str:

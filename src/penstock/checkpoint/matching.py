@@ -77,9 +77,12 @@ class Match:
 
     def _compare(self, path: str, saved: Any, into: Any) -> None:
         if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
-            is_module = isinstance(into, torch.nn.Module)
-            into = self._state_of(path, saved, into)
-            saved = _wrapped_alike(saved, into) if is_module else saved
+            state = self._states[id(into)] = into.state_dict()
+            if isinstance(into, torch.nn.Module):
+                saved = _wrapped_alike(saved, state)
+            else:
+                self._prepare_optimizer(path, saved, state)
+            into = state
         if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
             if difference := _difference(saved, into):
                 self._different.append(f"{path or 'the tensor'} ({difference})")
@@ -95,18 +98,8 @@ class Match:
             self._missing.extend(name or "the tensor" for name, _ in named_tensors(into, path))
             self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
 
-    def _state_of(self, path: str, saved: Any, into: torch.nn.Module | torch.optim.Optimizer) -> Any:
-        """The state dict of ``into``, which is remembered."""
-        if isinstance(into, torch.nn.Module):
-            state: dict[str, Any] = into.state_dict()
-        else:
-            state = self._optimizer_state(path, saved, into)
-        self._states[id(into)] = state
-        return state
-
-    def _optimizer_state(self, path: str, saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Its state, with new tensors where it has none yet."""
-        state: dict[str, Any] = optimizer.state_dict()
+    def _prepare_optimizer(self, path: str, saved: Any, state: dict[str, Any]) -> None:
+        """Have new tensors in an optimizer's state where it has none yet."""
         expected = [len(group["params"]) for group in state["param_groups"]]
         groups = _member(saved, "param_groups")
         params = [_member(group, "params") for group in groups] if isinstance(groups, list) else None
@@ -115,7 +108,6 @@ class Match:
             self._different.append(f"{_below(path, 'param_groups')} (of {found} parameters, not {expected})")
         elif not state["state"]:
             state["state"] = _allocated(_member(saved, "state"))
-        return state
 
 
 def _wrapped_alike(saved: Any, state: Mapping[str, Any]) -> Any:

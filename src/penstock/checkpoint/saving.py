@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.failures import cannot_write, error_of
 from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, encode
-from penstock.checkpoint.pieces import BufferPool, Checksums, Part, Piece, PinnedBuffer, carry_out, cut
+from penstock.checkpoint.pieces import BufferPool, Checksums, Piece, PinnedBuffer, carry_out, cut
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.source import PathLike, path_of
@@ -34,43 +34,25 @@ from penstock.storage.transfer import Transfer
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
 
+Metadata: TypeAlias = Mapping[str, str] | None
+
 
 @overload
 def save(
-    state: Any,
-    path: PathLike,
-    *,
-    wait: Literal[True] = True,
-    metadata: Mapping[str, str] | None = None,
-    group: Any = None,
+    state: Any, path: PathLike, *, wait: Literal[True] = True, metadata: Metadata = None, group: Any = None
 ) -> None: ...
 @overload
 def save(
-    state: Any,
-    path: PathLike,
-    *,
-    wait: Literal[False],
-    metadata: Mapping[str, str] | None = None,
-    group: None = None,
+    state: Any, path: PathLike, *, wait: Literal[False], metadata: Metadata = None, group: None = None
 ) -> SaveHandle: ...
 @overload
 def save(
-    state: Any,
-    path: PathLike,
-    *,
-    wait: bool,
-    metadata: Mapping[str, str] | None = None,
-    group: Any = None,
+    state: Any, path: PathLike, *, wait: bool, metadata: Metadata = None, group: Any = None
 ) -> SaveHandle | None: ...
 
 
 def save(
-    state: Any,
-    path: PathLike,
-    *,
-    wait: bool = True,
-    metadata: Mapping[str, str] | None = None,
-    group: Any = None,
+    state: Any, path: PathLike, *, wait: bool = True, metadata: Metadata = None, group: Any = None
 ) -> SaveHandle | None:
     """Write ``state`` to ``path``: durable, with checksums, and whole or not at all.
 
@@ -122,13 +104,13 @@ def _by_the_first(group: Any, write: Callable[[], object], path: Path) -> None:
         raise CheckpointError(f"rank {first}, which writes {path} for all, failed: {failure[0]}")
 
 
-def _save(state: Any, path: PathLike, wait: bool, metadata: Mapping[str, str] | None) -> SaveHandle | None:
+def _save(state: Any, path: PathLike, wait: bool, metadata: Metadata) -> SaveHandle | None:
     path = path_of(path)
-    contents = contents_of(state, metadata)
+    contents = _contents_of(state, metadata)
     if wait:
         with _replacement(path, contents.size_bytes) as replacement:
             background.wait_for(replacement.path)
-            write(contents, replacement)
+            _write_through(contents, replacement)
         return None
     with contextlib.ExitStack() as held:
         held.enter_context(background.room_for(contents.data_bytes))
@@ -151,15 +133,13 @@ def _replacement(path: Path, size_bytes: int) -> Replacement:
 
 
 @dataclass(frozen=True)
-class Contents:
+class _Contents:
     """The contents of a checkpoint to be written.
 
     tensors    whose bytes are written, in the order of the file
     entries    where each of them lies, without checksums
     tree       how they make up the state
     metadata   the user's own, and where tensors were
-
-    header_bytes   of the beginning of the file: its size does not depend on the checksums
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -174,21 +154,18 @@ class Contents:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole file."""
         return self.header_bytes + self.data_bytes
 
     def header(self, checksums: Checksums) -> bytes:
-        """The beginning of the file."""
         entries = [entry._replace(crc32c=checksums.of(i)) for i, entry in enumerate(self.entries)]
         return encode(entries, tree=self.tree, metadata=self.metadata, alignment_bytes=PAGE_BYTES)
 
     @property
     def on_host(self) -> bool:
-        """All tensors are in the memory of the CPU."""
         return all(map(is_on_host, self.tensors))
 
 
-def contents_of(state: Any, metadata: Mapping[str, str] | None) -> Contents:
+def _contents_of(state: Any, metadata: Metadata) -> _Contents:
     """Lay out ``state``; only tensors with gaps are copied. Raises InvalidArgument."""
     stored, tree = flatten(state)
     own = {**FOR_TORCH, **(metadata or {})}
@@ -203,7 +180,7 @@ def contents_of(state: Any, metadata: Mapping[str, str] | None) -> Contents:
         begin, end = end, end + item.tensor.nbytes
         entries.append(Entry(item.name, item.dtype, item.shape, begin, end))
     header_bytes = len(encode(entries, tree=tree, metadata=own, alignment_bytes=PAGE_BYTES))
-    return Contents(tuple(item.tensor for item in ordered), tuple(entries), tree, own, header_bytes)
+    return _Contents(tuple(item.tensor for item in ordered), tuple(entries), tree, own, header_bytes)
 
 
 def _place(stored: Stored) -> tuple[bool, int]:
@@ -211,8 +188,8 @@ def _place(stored: Stored) -> tuple[bool, int]:
     return stored.tensor.nbytes % PAGE_BYTES != 0, -stored.tensor.element_size()
 
 
-def write(contents: Contents, replacement: Replacement) -> None:
-    """Write straight from the tensors, through a few buffers. Raises CheckpointError."""
+def _write_through(contents: _Contents, replacement: Replacement) -> None:
+    """Write straight from the tensors, through a few buffers."""
     checksums = Checksums(contents.entries)
     pool = BufferPool(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
 
@@ -226,9 +203,9 @@ def write(contents: Contents, replacement: Replacement) -> None:
 
 
 @contextlib.contextmanager
-def _snapshot(contents: Contents) -> Iterator[Callable[[Replacement], None]]:
-    """Copies the tensors as they are now, as they will lie in the file. Gives what writes the copy
-    (CheckpointError). The copy is freed at the end: others may hold that function as long as its error.
+def _snapshot(contents: _Contents) -> Iterator[Callable[[Replacement], None]]:
+    """Copies the tensors as they are now, as they will lie in the file. Gives what writes the copy. That is
+    freed at the end: others may hold the function as long as its error.
 
     Raises OSError where there is not enough memory.
     """
@@ -258,7 +235,7 @@ class _Gathered(NamedTuple):
 
 
 def _write(
-    contents: Contents,
+    contents: _Contents,
     checksums: Checksums,
     pieces: Iterable[_Gathered],
     replacement: Replacement,
@@ -300,19 +277,17 @@ def _write(
         raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
 
 
-def _gather(contents: Contents, piece: Piece, address: int, checksums: Checksums) -> None:
+def _gather(contents: _Contents, piece: Piece, address: int, checksums: Checksums) -> None:
     """Copy the tensors' bytes of ``piece`` to ``address``."""
     for part in piece.parts:
-        checksums.add(part, _copy(contents, part, address + part.offset - piece.offset))
-
-
-def _copy(contents: Contents, part: Part, address: int) -> int:
-    """Copy ``part`` to ``address``; give its checksum."""
-    tensor = contents.tensors[part.entry]
-    begin = part.offset - contents.header_bytes - contents.entries[part.entry].begin
-    if is_on_host(tensor):
-        return copy_crc32c(address, tensor.data_ptr() + begin, part.size_bytes)
-    with torch.no_grad():
-        data = tensor.view(-1).view(torch.uint8)[begin : begin + part.size_bytes]
-        host_bytes(address, part.size_bytes).copy_(data)
-    return crc32c_at(address, part.size_bytes)
+        tensor, size_bytes = contents.tensors[part.entry], part.size_bytes
+        to = address + part.offset - piece.offset
+        begin = part.offset - contents.header_bytes - contents.entries[part.entry].begin
+        if is_on_host(tensor):
+            crc = copy_crc32c(to, tensor.data_ptr() + begin, size_bytes)
+        else:
+            with torch.no_grad():
+                data = tensor.view(-1).view(torch.uint8)[begin : begin + size_bytes]
+                host_bytes(to, size_bytes).copy_(data)
+            crc = crc32c_at(to, size_bytes)
+        checksums.add(part, crc)

@@ -9,6 +9,7 @@ Nothing is ever executed, and nothing is taken for granted when it is read.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import re
@@ -213,7 +214,7 @@ class _Unflattening:
 
     def _dict(self, node: Node) -> dict[Any, Any]:
         value: dict[Any, Any] = {}
-        for item in self._items(node, "$dict"):
+        for item in self._items(node):
             if not isinstance(item, list) or len(item) != 2:
                 self._fail(f"{item!r:.100} is not a key with a value")
             key = self._key(item[0])
@@ -226,7 +227,7 @@ class _Unflattening:
         if isinstance(node, dict) and "$tuple" in node:
             if depth == MAX_DEPTH:
                 self._fail("one of its keys is nested too deeply")
-            return tuple(self._key(item, depth + 1) for item in self._items(node, "$tuple"))
+            return tuple(self._key(item, depth + 1) for item in self._items(node))
         key = self._value(node)
         if key is not None and type(key) not in (bool, str, int, float):
             self._fail(f"{node!r:.100} is not a key")
@@ -243,33 +244,19 @@ class _Unflattening:
         return value
 
     def _tuple(self, node: Node) -> tuple[Any, ...]:
-        return tuple(self._value(item) for item in self._items(node, "$tuple"))
+        return tuple(self._value(item) for item in self._items(node))
 
     def _size(self, node: Node) -> torch.Size:
-        items = self._items(node, "$size")
+        items = self._items(node)
         if not all(type(item) is int and abs(item) < _INT_LIMIT for item in items):
             self._fail(f"{node!r:.100} is not a size")
         return torch.Size(items)
 
-    def _float(self, node: Node) -> float:
-        bits = self._text(node, "$float", "[0-9a-f]{16}", "a float")
-        return float(struct.unpack(">d", bytes.fromhex(bits))[0])
-
-    def _int(self, node: Node) -> int:
-        return int(self._text(node, "$int", "-?[0-9a-f]+", "an int"), 16)
-
     def _complex(self, node: Node) -> complex:
-        parts = [self._value(part) for part in self._items(node, "$complex")]
+        parts = [self._value(part) for part in self._items(node)]
         if len(parts) != 2 or not all(type(part) is float for part in parts):
             self._fail(f"{node!r:.100} is not a complex number")
         return complex(*parts)
-
-    def _bytes(self, node: Node) -> bytes:
-        (text,) = self._fields(node, "$bytes")
-        try:
-            return base64.b64decode(text, validate=True)
-        except (ValueError, TypeError):
-            self._fail(f"{node!r:.100} is not bytes")
 
     def _scalar(self, node: Node) -> Any:
         name, bits = self._fields(node, "$numpy", "bits")
@@ -278,34 +265,26 @@ class _Unflattening:
             self._fail(f"{node!r:.100} is not a number of numpy")
         return np.frombuffer(bytes.fromhex(bits), dtype)[0]
 
-    def _dtype(self, node: Node) -> torch.dtype:
-        return TORCH_DTYPES[self._text(node, "$dtype", "|".join(TORCH_DTYPES), "a type of this torch")]
-
-    def _device(self, node: Node) -> torch.device:
-        name = self._text(node, "$device", ".*", "a device of this torch")
-        try:
-            return torch.device(name)
-        except (RuntimeError, ValueError):
-            self._fail(f"{node!r:.100} is not a device of this torch")
+    def _text(self, node: Node) -> Any:
+        """What a text says that is all there is."""
+        pattern, what, read = _TEXTS[tag := next(iter(node))]
+        (text,) = self._fields(node, tag)
+        if isinstance(text, str) and re.fullmatch(pattern, text):
+            with contextlib.suppress(RuntimeError, ValueError):
+                return read(text)
+        self._fail(f"{node!r:.100} is not {what}")
 
     def _numpy_type(self, name: object) -> np.dtype[Any]:
         if not isinstance(name, str) or not _NUMPY_TYPE.fullmatch(name):
             self._fail(f"{name!r:.100} is not a type of numpy")
         return np.dtype(name)
 
-    def _items(self, node: Node, tag: str) -> list[Any]:
+    def _items(self, node: Node) -> list[Any]:
         """The list that is all there is."""
-        (items,) = self._fields(node, tag)
+        (items,) = self._fields(node, next(iter(node)))
         if not isinstance(items, list):
             self._fail(f"{items!r:.100} is not a list")
         return items
-
-    def _text(self, node: Node, tag: str, pattern: str, what: str) -> str:
-        """The text that is all there is."""
-        (text,) = self._fields(node, tag)
-        if not isinstance(text, str) or not re.fullmatch(pattern, text):
-            self._fail(f"{node!r:.100} is not {what}")
-        return text
 
     def _fields(self, node: Node, *required: str, **optional: Any) -> list[Any]:
         """The values of fields, if they are all that there is."""
@@ -328,6 +307,15 @@ class _Unflattening:
 
 _ABSENT: Any = object()
 
+# By tag, what a text has to match, what it is, and how it is read.
+_TEXTS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "$float": ("[0-9a-f]{16}", "a float", lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
+    "$int": ("-?[0-9a-f]+", "an int", lambda text: int(text, 16)),
+    "$bytes": (".*", "bytes", lambda text: base64.b64decode(text, validate=True)),
+    "$dtype": ("|".join(TORCH_DTYPES), "a type of this torch", TORCH_DTYPES.__getitem__),
+    "$device": (".*", "a device of this torch", torch.device),
+}
+
 _READERS: dict[str, Callable[[_Unflattening, Node], Any]] = {
     "$tensor": lambda reading, node: reading._tensors.tensor(node),
     "$parameter": lambda reading, node: reading._tensors.tensor(node),
@@ -337,13 +325,9 @@ _READERS: dict[str, Callable[[_Unflattening, Node], Any]] = {
     "$OrderedDict": _Unflattening._ordered,
     "$tuple": _Unflattening._tuple,
     "$size": _Unflattening._size,
-    "$float": _Unflattening._float,
-    "$int": _Unflattening._int,
     "$complex": _Unflattening._complex,
-    "$bytes": _Unflattening._bytes,
     "$numpy": _Unflattening._scalar,
-    "$dtype": _Unflattening._dtype,
-    "$device": _Unflattening._device,
+    **dict.fromkeys(_TEXTS, _Unflattening._text),
 }
 
 
