@@ -17,7 +17,7 @@ import numpy as np
 import penstock
 from penstock import planners
 from penstock.planners import Decision, Policy, Problem
-from penstock.planners.flashneuron import choose, decide, simulate_flashneuron
+from penstock.planners.flashneuron import OwnRuntime, choose, decide
 from penstock.planners.g10 import algorithm_1
 from penstock.planners.rules import FITS
 
@@ -35,7 +35,7 @@ def own_iteration_s(problem: Problem) -> float:
     if trace.peak_bytes <= budget_bytes:
         return trace.ideal_s
     evictions = choose(problem, _largest_kernel_bytes(trace))
-    return simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware).iteration_s
+    return OwnRuntime(trace, evictions, budget_bytes, problem.hardware).now_s
 
 
 def _largest_kernel_bytes(trace: penstock.Trace) -> int:

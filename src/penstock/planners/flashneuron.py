@@ -11,17 +11,16 @@ buffered for the backward pass, such as weights and temporary workspace.
 
 Its own runtime (section 3.2) places tensors at both ends of the device's memory: those that stay from the low
 end, those that are offloaded from the high end. What it prefetches when depends on the largest free extent,
-and it fails where no extent holds a tensor: `simulate_flashneuron` says both. Unlike penstock's runtime, its
+and it fails where no extent holds a tensor: `OwnRuntime` says both. Unlike penstock's runtime, its
 backward pass starts only when everything is offloaded, and returning tensors come to new addresses.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +41,6 @@ from penstock.planners.rules import (
     latest_safe,
     moved_bytes,
     prefetch_ahead,
-    spill_full,
 )
 from penstock.units import format_bytes, format_bytes_up
 
@@ -73,12 +71,12 @@ def decide(problem: Problem, evictions: list[Evict]) -> Decision:
     Raises InvalidArgument where its memory manager finds no extent that holds a tensor.
     """
     trace, budget_bytes = problem.trace, problem.budget_bytes
-    simulation = simulate_flashneuron(trace, evictions, budget_bytes, problem.hardware)
-    issue = [simulation.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
+    own = OwnRuntime(trace, evictions, budget_bytes, problem.hardware)
+    issue = [own.prefetch_at.get(evict.tensor, evict.end) for evict in evictions]
     return Decision(
         evictions=prefetch_ahead(trace, evictions, issue, budget_bytes),
         reason="activations alone make enough room; FlashNeuron's own runtime, whose backward pass waits for "
-        f"all copies, would take {simulation.iteration_s:.3f} s",
+        f"all copies, would take {own.now_s:.3f} s",
     )
 
 
@@ -90,9 +88,9 @@ def choose(problem: Problem, reserved_bytes: int) -> list[Evict]:
     trace, budget_bytes = problem.trace, problem.budget_bytes
     tier = "disk" if problem.hardware.disk_bytes else "host"
     evictions = _selected(problem, reserved_bytes, tier)
-    room = Room(trace, problem.hardware)
+    room = Room(problem)
     if any(room.place((tier,), evict) is None for evict in evictions):
-        raise spill_full(trace, evictions, budget_bytes, problem.hardware)
+        raise room.full(evictions)
     resident = resident_bytes(trace, evictions)
     while (over := resident > budget_bytes).any():
         # Uncompressed where compressing or expanding takes more than there is.
@@ -232,64 +230,26 @@ def _cannot(problem: Problem, needed_bytes: int, reserved_bytes: int) -> Invalid
     )
 
 
-class Simulation(NamedTuple):
-    """prefetch_at   by tensor: the kernel at whose start its read is issued
-    iteration_s   of the whole iteration"""
+class OwnRuntime:
+    """What FlashNeuron's runtime does in one iteration with these evictions, each tensor's only one.
 
-    prefetch_at: dict[int, int]
-    iteration_s: float
-
-
-def simulate_flashneuron(
-    trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware
-) -> Simulation:
-    """What FlashNeuron's runtime does with these evictions, each tensor's only one.
+    prefetch_at     by tensor: the kernel at whose start its read is issued
+    now_s           at the end: the time of the iteration
+    writes, reads   copies asked for, one at a time in each direction: when each is over, and its tensor
 
     Raises InvalidArgument where a tensor finds no free extent and no copy in progress frees one.
     """
-    return _Run(trace, evictions, budget_bytes, hardware).run()
-
-
-class _Queue:
-    """Copies in one direction, one at a time, in the order in which they are asked for.
-
-    copy_s   by tensor
-    end_s    when the one in progress is over; infinite where none is
-    """
-
-    def __init__(self, copy_s: dict[int, float]) -> None:
-        self.copy_s = copy_s
-        self.tensors: deque[int] = deque()
-        self.end_s = math.inf
-
-    def add(self, tensor: int, now_s: float) -> None:
-        self.tensors.append(tensor)
-        if len(self.tensors) == 1:
-            self.end_s = now_s + self.copy_s[tensor]
-
-    def finish(self, now_s: float) -> int:
-        """The tensor whose copy is over; the next one begins."""
-        tensor = self.tensors.popleft()
-        self.end_s = now_s + self.copy_s[self.tensors[0]] if self.tensors else math.inf
-        return tensor
-
-
-class _Run:
-    """The state of one simulation."""
 
     def __init__(
         self, trace: Trace, evictions: Sequence[Evict], budget_bytes: int, hardware: Hardware
     ) -> None:
-        self.trace, self.budget_bytes = trace, budget_bytes
-        self.first_backward = max(boundary(trace) - 1, 0)  # the loss belongs to it
+        self.trace, self.budget_bytes, self.hardware = trace, budget_bytes, hardware
         self.evicted = {evict.tensor: evict for evict in evictions}
-        moved = {evict.tensor: (evict.tier, moved_bytes(trace, evict)) for evict in evictions}
-        self.writes = _Queue({tensor: hardware.evict_s(*copy) for tensor, copy in moved.items()})
-        self.reads = _Queue({tensor: hardware.prefetch_s(*copy) for tensor, copy in moved.items()})
+        self.writes: deque[tuple[float, int]] = deque()
+        self.reads: deque[tuple[float, int]] = deque()
         self.size: list[int] = trace.tensor_bytes.tolist()
         self.persistent: list[bool] = trace.tensor_persistent.tolist()
-        self.uses: list[list[int]] = [trace.uses[tensor].tolist() for tensor in range(trace.tensors)]
-        self.used_by: list[list[int]] = [
+        self.used_by = [
             list(dict.fromkeys([*trace.inputs[k].tolist(), *trace.outputs[k].tolist()]))
             for k in range(trace.kernels)
         ]
@@ -297,41 +257,42 @@ class _Run:
         read[trace.inputs.values] = True
         self.scratch = (~read & ~trace.tensor_persistent).tolist()  # lives in the reserved workspace
         self.space = ManagedSpace(budget_bytes)
-        self.now = 0.0
+        self.now_s = 0.0
         self.prefetch_at: dict[int, int] = {}
+        self._run()
 
-    def run(self) -> Simulation:
-        trace = self.trace
-        for tensor in range(trace.tensors):
-            if self.persistent[tensor]:
-                self._require(self._take(tensor), tensor)
-        scratch = max(
-            sum(self.size[tensor] for tensor in used if self.scratch[tensor]) for used in self.used_by
-        )
+    def _run(self) -> None:
+        trace, used_by = self.trace, self.used_by
+        first_backward = max(boundary(trace) - 1, 0)  # the loss belongs to it
+        for tensor in np.flatnonzero(trace.tensor_persistent).tolist():
+            self._require(self._take(tensor), tensor)
+        scratch = max(sum(self.size[tensor] for tensor in used if self.scratch[tensor]) for used in used_by)
         workspace = scratch + int(trace.kernel_workspace_bytes.max(initial=0))
         if workspace:
             self._require(self.space.allocate(-1, workspace, exact=False), -1)
-        own = [sum(self.size[t] for t in used if not self.persistent[t]) for used in self.used_by]
+        own = [sum(self.size[tensor] for tensor in used if not self.persistent[tensor]) for used in used_by]
         reserve = int((np.array(own) + trace.kernel_workspace_bytes).max(initial=0))
-        issued: dict[int, list[int]] = {}
+        leaving = defaultdict(list)
         for tensor, evict in self.evicted.items():
-            issued.setdefault(evict.begin, []).append(tensor)
+            leaving[evict.begin].append(tensor)
         waiting = deque(sorted(self.evicted, key=lambda tensor: (self.evicted[tensor].end, tensor)))
 
         for kernel in range(trace.kernels):
-            for tensor in issued.get(kernel, ()):
-                self.writes.add(tensor, self.now)
-            while kernel >= self.first_backward and self.writes.tensors:
+            for tensor in leaving[kernel]:
+                self._copy(self.writes, tensor, self.hardware.evict_s)
+            while kernel >= first_backward and self.writes:
                 self._next()
-            for tensor in self.used_by[kernel]:
+            for tensor in used_by[kernel]:
                 self._provide(tensor, kernel)
-            self._until(self.now + float(trace.kernel_time_s[kernel]))
-            for tensor in self.used_by[kernel]:
-                if tensor in self.space and not self.persistent[tensor] and self.uses[tensor][-1] == kernel:
+            end_s = self.now_s + float(trace.kernel_time_s[kernel])
+            while self._next(end_s):
+                pass
+            self.now_s = end_s
+            for tensor in used_by[kernel]:
+                if tensor in self.space and not self.persistent[tensor] and trace.uses[tensor][-1] == kernel:
                     self.space.free(tensor)
-            if kernel >= self.first_backward:
+            if kernel >= first_backward:
                 self._prefetch(waiting, kernel + 1, reserve)
-        return Simulation(self.prefetch_at, self.now)
 
     def _provide(self, tensor: int, kernel: int) -> None:
         """Wait until the tensor is there: allocated, and back."""
@@ -340,9 +301,9 @@ class _Run:
         if tensor not in self.space:
             while not self._take(tensor):
                 self._require(self._next(), tensor)
-            if self.uses[tensor][0] != kernel:
-                self.reads.add(tensor, self.now)
-        while tensor in self.reads.tensors:
+            if self.trace.uses[tensor][0] != kernel:
+                self._copy(self.reads, tensor, self.hardware.prefetch_s)
+        while any(coming == tensor for _, coming in self.reads):
             self._next()
 
     def _prefetch(self, waiting: deque[int], kernel: int, reserve: int) -> None:
@@ -355,7 +316,7 @@ class _Run:
                     return
                 self._take(tensor)
                 self.prefetch_at[tensor] = kernel
-                self.reads.add(tensor, self.now)
+                self._copy(self.reads, tensor, self.hardware.prefetch_s)
                 rest -= self.size[tensor]
             waiting.popleft()
 
@@ -364,20 +325,21 @@ class _Run:
         size = self.size[tensor]
         return self.space.allocate(tensor, size, exact=False, high=tensor in self.evicted)
 
-    def _until(self, end_s: float) -> None:
-        while min(self.writes.end_s, self.reads.end_s) <= end_s:
-            self._next()
-        self.now = end_s
+    def _copy(
+        self, queue: deque[tuple[float, int]], tensor: int, copy_s: Callable[[str, int], float]
+    ) -> None:
+        evict = self.evicted[tensor]
+        begin_s = queue[-1][0] if queue else self.now_s
+        queue.append((begin_s + copy_s(evict.tier, moved_bytes(self.trace, evict)), tensor))
 
-    def _next(self) -> bool:
-        """Move to the end of the transfer that ends next; whether there is one."""
-        self.now = max(self.now, min(self.writes.end_s, self.reads.end_s))
-        if math.isinf(self.now):
+    def _next(self, until_s: float = math.inf) -> bool:
+        """Move to the end of the copy that ends next; whether there is one that ends by then."""
+        queue = min(self.writes, self.reads, key=lambda copies: copies[0][0] if copies else math.inf)
+        if not queue or queue[0][0] > until_s:
             return False
-        if self.writes.end_s <= self.reads.end_s:
-            self.space.free(self.writes.finish(self.now))
-        else:
-            self.reads.finish(self.now)
+        self.now_s, tensor = queue.popleft()
+        if queue is self.writes:
+            self.space.free(tensor)
         return True
 
     def _require(self, done: bool, tensor: int) -> None:

@@ -54,20 +54,10 @@ def algorithm_1(
     as_artifact: bool = False,
 ) -> Decision:
     """Algorithm 1 over ``tiers``; what it leaves goes to the first of ``spill`` with room."""
-    trace, hardware = problem.trace, problem.hardware
-    tiers = tuple(tier for tier in tiers if hardware.capacity_bytes(tier) > 0)
     selection = _Selection(problem, tiers, as_artifact)
     selection.run()
     chosen = [evict for evict, _, _ in selection.chosen]
-    further = evict_further(
-        trace,
-        selection.taken,
-        chosen,
-        selection.room,
-        problem.budget_bytes,
-        hardware,
-        tuple(tier for tier in spill if hardware.capacity_bytes(tier) > 0),
-    )
+    further = evict_further(selection.room, selection.taken, chosen, spill)
     if not chosen and not further:
         return Decision()
     # Eager prefetch (section 4.4): in the order of the latest safe moments, each as early as memory allows,
@@ -76,7 +66,9 @@ def algorithm_1(
     evictions = [evict for evict, _, _ in order] + further
     latest = [back for _, _, back in order] + [evict.end for evict in further]
     earliest = [min(away + 1, back) for _, away, back in order] + [evict.end for evict in further]
-    return Decision(evictions=prefetch_ahead(trace, evictions, latest, problem.budget_bytes, earliest))
+    return Decision(
+        evictions=prefetch_ahead(problem.trace, evictions, latest, problem.budget_bytes, earliest)
+    )
 
 
 # What evicting one period would bring now, negative so that the best sorts first: bytes * seconds above the
@@ -94,9 +86,10 @@ class _Selection:
     def __init__(self, problem: Problem, tiers: tuple[str, ...], as_artifact: bool) -> None:
         self.as_artifact = as_artifact
         self.trace, self.hardware = problem.trace, problem.hardware
-        self.budget_bytes, self.tiers = problem.budget_bytes, tiers
+        self.budget_bytes = problem.budget_bytes
         self.periods = self.trace.periods
-        self.room = Room(self.trace, self.hardware)
+        self.room = Room(problem)
+        tiers = self.tiers = tuple(tier for tier in tiers if tier in self.room.free)
         self.traffic = Traffic(self.trace, self.hardware, tiers)
         self.resident = self.trace.live_bytes.copy()
         self.taken = np.zeros(len(self.periods), dtype=np.bool_)

@@ -12,6 +12,7 @@ from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
+from penstock.planners.problem import spill_full
 from penstock.units import format_bytes, format_bytes_up
 
 
@@ -181,16 +182,11 @@ class Tiers:
 
     def full(self, budget_bytes: int, tensor: int) -> SpillSpaceFull:
         """The error for a tensor, or a workspace, that no eviction can make room for."""
-        hardware = self.hardware
         what = "a workspace"
         if tensor < self.trace.tensors:
-            size = format_bytes_up(int(self.trace.tensor_bytes[tensor]))
-            what = f"tensor {tensor} of {size}"
-        return SpillSpaceFull(
-            f"the policy 'modnn' finds no room for {what} within {format_bytes(budget_bytes)}: the host "
-            f"budget of {format_bytes(hardware.host_bytes)} and the disk budget of "
-            f"{format_bytes(hardware.disk_bytes)} are used up. Raise either, or raise the device budget."
-        )
+            what = f"tensor {tensor} of {format_bytes_up(int(self.trace.tensor_bytes[tensor]))}"
+        why = f"the policy 'modnn' finds no room for {what} within {format_bytes(budget_bytes)}"
+        return spill_full(self.hardware, why)
 
     def _keeps_tier(self, tensor: int) -> bool:
         """The next copy is on the tier of the last: it is still valid, or that room is kept anyway."""

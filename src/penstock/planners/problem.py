@@ -13,6 +13,8 @@ from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import held_bytes, least_workspace_bytes
 from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Trace
+from penstock.errors import SpillSpaceFull
+from penstock.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +59,14 @@ class Decision:
 
 
 Policy = Callable[[Problem], Decision]
+
+
+def spill_full(hardware: Hardware, why: str) -> SpillSpaceFull:
+    """The error where the tiers have no room for tensors that have to leave."""
+    return SpillSpaceFull(
+        f"{why}: the disk budget of {format_bytes(hardware.disk_bytes)} and the host budget of "
+        f"{format_bytes(hardware.host_bytes)} do not suffice. Raise either, or raise the device budget."
+    )
 
 
 def with_fastest(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:

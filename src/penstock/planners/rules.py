@@ -28,7 +28,7 @@ from penstock.core.memory_profile import resident_bytes
 from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners.problem import Decision, Problem
+from penstock.planners.problem import Decision, Problem, spill_full
 from penstock.units import format_bytes, format_bytes_up
 
 
@@ -98,33 +98,28 @@ def boundary(trace: Trace) -> int:
     return int(backward[0]) if len(backward) else trace.kernels
 
 
-SPILL_TIERS = ("disk", "host")
 NEGLIGIBLE = 256  # a tensor below this part of what is missing leaves only where larger ones do not do
 
 
 class Room:
-    """Free bytes of each tier during each kernel, as copies are given their places.
+    """Free bytes of each tier that there is during each kernel, as copies are given their places.
 
     A copy stays while a later eviction can use it again: from the first of the tensor's evictions to the
     kernel that ends the last. That of a persistent tensor that leaves more than once, or that no
     kernel writes, is taken to stay throughout.
     """
 
-    def __init__(self, trace: Trace, hardware: Hardware) -> None:
-        self.trace = trace
+    def __init__(self, problem: Problem) -> None:
+        trace = self.trace = problem.trace
+        self.hardware, self.budget_bytes = problem.hardware, problem.budget_bytes
         self.free: dict[str, IntArray] = {
-            tier: np.full(trace.kernels, hardware.capacity_bytes(tier), dtype=np.int64)
-            for tier in SPILL_TIERS
-            if hardware.capacity_bytes(tier) > 0
+            tier: np.full(trace.kernels, capacity_bytes, dtype=np.int64)
+            for tier in ("disk", "host")
+            if (capacity_bytes := self.hardware.capacity_bytes(tier)) > 0
         }
         everything = int(trace.tensor_bytes.sum())
-        self.ample = {tier for tier in self.free if hardware.capacity_bytes(tier) >= everything}
+        self.ample = {tier for tier in self.free if self.hardware.capacity_bytes(tier) >= everything}
         self.home: dict[tuple[str, int], tuple[int, int]] = {}  # the kernels during which it is there
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """The tiers there are, the disk first."""
-        return tuple(self.free)
 
     def fits(self, tier: str, evict: Evict) -> bool:
         """Whether ``tier`` has room for the copy that ``evict`` needs."""
@@ -149,6 +144,17 @@ class Room:
         self.take(tier, evict)
         return replace(evict, tier=tier)
 
+    def full(self, evictions: Iterable[Evict]) -> SpillSpaceFull:
+        """The error for memory that is still short when no tier has room for another tensor."""
+        on_demand = [replace(evict, prefetch_at=evict.end) for evict in evictions]
+        kernel = int(resident_bytes(self.trace, on_demand).argmax())
+        leave = format_bytes_up(int(self.trace.live_bytes[kernel]) - self.budget_bytes)
+        return spill_full(
+            self.hardware,
+            f"{leave} have to leave the device before kernel `{self.trace.kernel_name[kernel]}` to keep "
+            f"within {format_bytes(self.budget_bytes)}, and copies stay until they are of no more use",
+        )
+
     def _stay(self, tier: str, evict: Evict) -> tuple[int, int]:
         """The kernels during which the tensor's copy is there once ``evict`` is taken."""
         known = self.home.get((tier, evict.tensor))
@@ -166,43 +172,21 @@ class Room:
         return added
 
 
-def spill_full(
-    trace: Trace, evictions: Iterable[Evict], budget_bytes: int, hardware: Hardware
-) -> SpillSpaceFull:
-    """The error for memory that is still short when no tier has room for another tensor."""
-    kernel = int(
-        resident_bytes(trace, [replace(evict, prefetch_at=evict.end) for evict in evictions]).argmax()
-    )
-    leave = int(trace.live_bytes[kernel]) - budget_bytes
-    return SpillSpaceFull(
-        f"{format_bytes_up(leave)} have to leave the device before kernel `{trace.kernel_name[kernel]}` to "
-        f"keep within {format_bytes(budget_bytes)}, and copies stay until they are of no more use: the disk "
-        f"budget of {format_bytes(hardware.disk_bytes)} and the host budget of "
-        f"{format_bytes(hardware.host_bytes)} do not hold them. Raise either, or raise the device budget."
-    )
-
-
 def evict_further(
-    trace: Trace,
-    taken: BoolArray,
-    evictions: Sequence[Evict],
-    room: Room,
-    budget_bytes: int,
-    hardware: Hardware,
-    tiers: Sequence[str],
+    room: Room, taken: BoolArray, evictions: Sequence[Evict], tiers: Sequence[str]
 ) -> list[Evict]:
-    """Further evictions with which no kernel needs more than ``budget_bytes``, all returning on demand: the
-    tensor needed last goes first (Belady).
+    """Further evictions with which no kernel needs more than the budget, all returning on demand: the tensor
+    needed last goes first (Belady).
 
     taken    [P] periods that are used up already, by `evictions`; further ones are marked in it
     tiers    where they go, in order of preference; `room` keeps account
 
     Raises SpillSpaceFull where no tier has room for what has to leave.
     """
-    resident = resident_bytes(trace, evictions)
+    trace, resident = room.trace, resident_bytes(room.trace, evictions)
     further: list[Evict] = []
-    for kernel in np.flatnonzero(resident > budget_bytes).tolist():
-        missing = int(resident[kernel]) - budget_bytes
+    for kernel in np.flatnonzero(resident > room.budget_bytes).tolist():
+        missing = int(resident[kernel]) - room.budget_bytes
         if missing <= 0:
             continue
         for index in _victims(trace, taken, kernel, missing):
@@ -216,7 +200,7 @@ def evict_further(
             if missing <= 0:
                 break
         else:
-            raise spill_full(trace, [*evictions, *further], budget_bytes, hardware)
+            raise room.full([*evictions, *further])
     return further
 
 
@@ -311,18 +295,18 @@ def evict_all(problem: Problem) -> Decision:
     where memory does not allow that.
     """
     trace, budget_bytes = problem.trace, problem.budget_bytes
-    room = Room(trace, problem.hardware)
+    room = Room(problem)
     periods, over = trace.periods, trace.live_bytes - budget_bytes
     chosen = []
     for index in np.lexsort((periods.begin - periods.end, -periods.size_bytes)).tolist():
         evict, size = eviction(trace, index), int(periods.size_bytes[index])
         if size < WORTH_BYTES and not (over[during(trace.kernels, evict.begin, evict.end)] > 0).any():
             continue
-        if (placed := room.place(room.tiers, evict)) is not None:
+        if (placed := room.place(room.free, evict)) is not None:
             chosen.append(placed)
             add_cyclic(over, evict.begin, evict.end, -size)
     if over.max(initial=0) > 0:
-        raise spill_full(trace, chosen, budget_bytes, problem.hardware)
+        raise room.full(chosen)
     chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
     wishes = latest_safe(trace, chosen, problem.hardware)
     return Decision(evictions=prefetch_ahead(trace, chosen, wishes, budget_bytes))
@@ -355,17 +339,17 @@ def convolutions(trace: Trace) -> list[int]:
 
 
 def _offload(problem: Problem, wanted: BoolArray) -> Decision:
-    trace, hardware, budget_bytes = problem.trace, problem.hardware, problem.budget_bytes
+    trace, budget_bytes = problem.trace, problem.budget_bytes
     if trace.peak_bytes <= budget_bytes:
         return FITS
-    room = Room(trace, hardware)
+    room = Room(problem)
     taken = np.zeros(len(wanted), dtype=np.bool_)
     chosen = []
     for index in np.flatnonzero(wanted).tolist():
         if (evict := room.place(("host", "disk"), eviction(trace, index))) is not None:
             taken[index] = True
             chosen.append(evict)
-    further = evict_further(trace, taken, chosen, room, budget_bytes, hardware, ("host", "disk"))
+    further = evict_further(room, taken, chosen, ("host", "disk"))
     chosen.sort(key=lambda evict: (evict.end, evict.begin, evict.tensor))
     needed = sorted({evict.end for evict in chosen})
     # The first comes back when the backward pass begins.

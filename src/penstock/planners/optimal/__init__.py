@@ -35,7 +35,13 @@ from penstock.planners.optimal.search import (
     round_fractions,
     seeds,
 )
-from penstock.planners.problem import Decision, Problem, with_fastest, with_least_workspace
+from penstock.planners.problem import (
+    Decision,
+    Problem,
+    spill_full,
+    with_fastest,
+    with_least_workspace,
+)
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 GOOD_ENOUGH = 1.0005  # of the bound
@@ -169,7 +175,7 @@ def _starts(
 ) -> list[FoundPlan]:
     """The seeds as plans that fit, and the given one, the fastest first."""
     begun_s = time.perf_counter()
-    fractions = relaxed.fractions
+    trace, fractions = problem.trace, relaxed.fractions
     improver = Improver(problem, options, fractions)
 
     def fitted(action: ActionArray) -> None:
@@ -185,7 +191,7 @@ def _starts(
 
     found: list[FoundPlan] = []
     if given is not None:
-        evictions, recomputations = given.intervals(problem.trace)
+        evictions, recomputations = given.intervals(trace)
         fitted(actions_of(options, evictions, recomputations))
     for action in seeds(problem, options, fractions):
         fitted(action)
@@ -194,11 +200,13 @@ def _starts(
     left_s = seconds - (time.perf_counter() - begun_s)
     fastest_s = min((start.iteration_s for start in found), default=math.inf)
     if relaxed.model is not None and relaxed.status == "optimal" and fastest_s > relaxed.bound_s * NEAR:
-        fitted(round_fractions(problem.trace, options, dive(relaxed.model, left_s)))
+        fitted(round_fractions(trace, options, dive(relaxed.model, left_s)))
     if not found:
         fitted(everything_away(options))
     if not found:
-        raise _no_room(problem)
+        kernel, budget = trace.kernel_name[tightest_kernel(trace)], format_bytes(problem.budget_bytes)
+        why = f"no plan was found that keeps within {budget}, where kernel `{kernel}` needs the most"
+        raise spill_full(problem.hardware, why)
     return sorted(found, key=lambda start: start.iteration_s)
 
 
@@ -251,14 +259,3 @@ def _search(
             if without_gain >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
                 break
     return best._replace(evaluations=tried, timed_out=timed_out)
-
-
-def _no_room(problem: Problem) -> SpillSpaceFull:
-    trace, hardware = problem.trace, problem.hardware
-    kernel = tightest_kernel(trace)
-    return SpillSpaceFull(
-        f"no plan was found that keeps within {format_bytes(problem.budget_bytes)}: the disk budget of "
-        f"{format_bytes(hardware.disk_bytes)} and the host budget of {format_bytes(hardware.host_bytes)} do "
-        f"not hold what has to leave the device, most of it around kernel `{trace.kernel_name[kernel]}`. "
-        "Raise either, or raise the device budget."
-    )
