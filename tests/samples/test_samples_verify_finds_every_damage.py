@@ -149,21 +149,15 @@ def test_damage_is_counted_over_all_parts(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("data-00001.bin", "data-00001.bin has {cut} bytes instead of {whole}"),
-        ("directory.bin", "directory.bin has {cut} bytes instead of {whole}"),
-        ("names.bin", "names.bin has {cut} bytes instead of {whole}"),
-        ("labels.bin", "labels.bin has {cut} bytes instead of {whole}"),
-    ],
-)
-def test_what_was_cut_or_is_missing_is_named(name: str, said: str, store: Path) -> None:
+@pytest.mark.parametrize("name", ["data-00001.bin", "directory.bin", "names.bin", "labels.bin"])
+def test_what_was_cut_or_is_missing_is_named(name: str, store: Path) -> None:
     whole = (store / name).stat().st_size
     os.truncate(store / name, whole - 1)
-    assert verify(store).problems == (said.format(cut=whole - 1, whole=whole),)
+    (problem,) = verify(store).problems
+    assert f"{store / name} was cut short: it has {whole - 1} bytes, not {whole}" in problem
     (store / name).unlink()
-    assert verify(store).problems == (f"{name} is missing",)
+    (problem,) = verify(store).problems
+    assert f"{store / name} is missing" in problem
 
 
 def test_names_that_are_lost_do_not_hide_damage(store: Path) -> None:

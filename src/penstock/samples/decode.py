@@ -70,9 +70,7 @@ def converter(
     decode_batch: Convert | None,
     collate: Callable[[list[Any]], Any] | None,
 ) -> Convert:
-    """What makes a batch into what is delivered.
-
-    encoding  of the store
+    """What makes a batch of this encoding into what is delivered.
 
     Raises InvalidArgument where both decode functions are given.
     """
@@ -188,7 +186,6 @@ def size_of(value: Any) -> int:
 class DecodeThreads:
     """Decodes batches ahead of the consumer, which gets them in order.
 
-    threads         how many
     prefetch_bytes  most that is ready or under way, as batches or as what becomes of them; at least one batch
     timeout_s       longest wait for one batch
     """

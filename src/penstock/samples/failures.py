@@ -77,11 +77,7 @@ def disk_failure(error_number: int) -> tuple[str, str]:
 def cannot_read(
     failure: Failure, place: Place, chunk_bytes: int, whose: str, timeout_s: float
 ) -> SampleError:
-    """Samples could not be read.
-
-    place   of the store
-    whose   the sample, with its name
-    """
+    """Samples of the store at ``place`` could not be read. ``whose``: the sample, with its name."""
     kind, offset = failure.kind, failure.offset
     path = place.path_of(data_file_name(failure.data_file))
     where = f"byte {offset} of {path} (chunk {offset // chunk_bytes}, {failure.size_bytes} bytes)"

@@ -131,9 +131,7 @@ def info(
     manifests = catalog.manifests
     size_bytes = sum(m.size_bytes for m in manifests)
     stored_bytes = sum(
-        directory.place.size_bytes(layout.MANIFEST)
-        + sum(file.size_bytes for file in directory.manifest.files.values())
-        + directory.manifest.chunks * directory.manifest.chunk_bytes
+        directory.place.size_bytes(layout.MANIFEST) + sum(directory.manifest.file_sizes.values())
         for directory in catalog.directories
     )
     sizes, edges, long_edges = _sizes(catalog)

@@ -116,11 +116,11 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
             position, replica = self._from_worker_state(self._loaded, info.num_workers)
         else:
             position, replica = self._next_position(info)
-        if self.pin_memory and info is not None:
-            warn_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
         convert = converter(self.store.encoding, *self._functions)
-        if self.pin_memory and info is None:
-            if torch.accelerator.is_available():
+        if self.pin_memory:
+            if info is not None:
+                warn_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
+            elif torch.accelerator.is_available():
                 convert = _pinning(convert)
             else:
                 warn_once("pin_memory=True of a Loader has no effect: there is no accelerator")

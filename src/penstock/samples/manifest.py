@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from penstock.core import files
 from penstock.errors import InvalidFile
-from penstock.samples.layout import MANIFEST
+from penstock.samples.layout import MANIFEST, data_file_name
 from penstock.storage.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -120,6 +120,14 @@ class StoreManifest(Sealed, frozen=True, kw_only=True, rename=_IN_THE_FILE):
     @property
     def chunks(self) -> int:
         return sum(data_file.chunks for data_file in self.data_files)
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file of the store but this one, by name."""
+        sizes = {name: self.files[name].size_bytes for name in sorted(self.files)}
+        for number, data_file in enumerate(self.data_files):
+            sizes[data_file_name(number)] = data_file.chunks * self.chunk_bytes
+        return sizes
 
 
 def open_regular(path: Path) -> int:

@@ -81,8 +81,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
     findings = _Findings(progress or (lambda samples, size_bytes: None))
     places = places_of(path)
     for place in places:
-        findings.prefix = f"{place.name}/" if len(places) > 1 else ""
-        _verify_partition(place, findings)
+        _verify_partition(place, findings, f"{place.name}/" if len(places) > 1 else "")
     return Verification(
         os.fspath(path),
         findings.samples,
@@ -114,16 +113,17 @@ class _Findings:
         self._progress(self._read_samples, self._read_bytes)
 
 
-def _verify_partition(place: Place, findings: _Findings) -> None:
+def _verify_partition(place: Place, findings: _Findings, prefix: str) -> None:
     directory = Directory(place, verify=False)
     manifest = directory.manifest
     begin = findings.samples
     findings.samples += manifest.samples
     findings.size_bytes += manifest.size_bytes
-    findings.add(place.problems())
     bad = _check_files(directory)
-    findings.add(list(bad.values()))
-    if bad.keys() & {layout.DIRECTORY, layout.SUMS, layout.CHUNKS, layout.LARGE, ""}:
+    findings.prefix = ""  # these name their place
+    findings.add([*place.problems(), *bad.values()])
+    findings.prefix = prefix
+    if bad.keys() - {layout.NAMES, layout.ANCHORS, layout.LOOKUP, layout.LABELS}:
         findings.complete = False
         return
     firsts, problems = _check_entries(directory)
@@ -148,38 +148,17 @@ def _verify_partition(place: Place, findings: _Findings) -> None:
 
 
 def _check_files(directory: Directory) -> dict[str, str]:
-    """What is wrong with the store's files, by name, with all data files under "": presence and sizes, and
-    the checksums of all but data files."""
-    manifest = directory.manifest
-    wrong = {}
-    for name in manifest.files:
-        if problem := _size_problem(directory, name, manifest.files[name].size_bytes):
-            wrong[name] = problem
-            continue
+    """What is wrong with the store's files, by name. Of data files only presence and size are looked at."""
+    place, manifest, wrong = directory.place, directory.manifest, {}
+    for name, size_bytes in manifest.file_sizes.items():
         try:
-            data = directory.place.load(name, manifest.files[name].size_bytes)
-            check_sums(directory.place, manifest, {name: data})
-        except SampleError as error:
+            if name in manifest.files:
+                check_sums(place, manifest, {name: place.load(name, size_bytes)})
+            else:
+                place.open(name, size_bytes).close()
+        except (SampleError, InvalidFile) as error:
             wrong[name] = str(error)
-        except InvalidFile:
-            wrong[name] = f"{name} is damaged: its checksum is wrong"
-    sizes = [
-        _size_problem(directory, layout.data_file_name(number), file.chunks * manifest.chunk_bytes)
-        for number, file in enumerate(manifest.data_files)
-    ]
-    return {**wrong, "": "; ".join(filter(None, sizes))} if any(sizes) else wrong
-
-
-def _size_problem(directory: Directory, name: str, expected_bytes: int) -> str:
-    try:
-        size_bytes = directory.place.size_bytes(name)
-    except (FileNotFoundError, InvalidFile):
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror or error}"
-    return (
-        "" if size_bytes == expected_bytes else f"{name} has {size_bytes} bytes instead of {expected_bytes}"
-    )
+    return wrong
 
 
 def _check_entries(directory: Directory) -> tuple[Numbers | None, list[str]]:

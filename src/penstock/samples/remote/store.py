@@ -281,7 +281,7 @@ class RemoteNamespace:
     url          of the namespace, as `mount` and `upload` take it; of a subsystem without ``?ns=``
     size_bytes   None where it cannot be used
     block_bytes  None where it cannot be used
-    holds        what lies there, such as "a store of 137 GiB", or "nothing"
+    holds        what lies there, such as "a store", or "nothing"
     problem      why it cannot be used; empty where it can
     """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.catalog import Directory
 from penstock.samples.failures import cannot_open, from_target
-from penstock.samples.layout import MANIFEST, data_file_name
+from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import AGAIN, open_regular
 from penstock.samples.places import Folder, PathLike, places_of
 from penstock.samples.remote.layout import (
@@ -102,11 +102,7 @@ def local_store(path: PathLike) -> LocalStore:
         text = place.load(MANIFEST, place.size_bytes(MANIFEST)).tobytes()
         identity.update(prefix.encode() + hashlib.sha256(text).digest())
         samples += manifest.samples
-        here = {MANIFEST: len(text)}
-        here |= {name: file.size_bytes for name, file in sorted(manifest.files.items())}
-        for number, file in enumerate(manifest.data_files):
-            here[data_file_name(number)] = file.chunks * manifest.chunk_bytes
-        for name, size_bytes in here.items():
+        for name, size_bytes in {MANIFEST: len(text), **manifest.file_sizes}.items():
             place.open(name, size_bytes).close()
             paths[prefix + name], sizes[prefix + name] = place.path / name, size_bytes
         sums |= {prefix + name: file.crc32c for name, file in manifest.files.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import io
 import json
 import logging
 import math
@@ -34,7 +35,6 @@ from penstock.samples.sources.source import (
     Labels,
     Numbered,
     RawSample,
-    Readable,
     parts_with,
     printable,
     read_up_to,
@@ -378,7 +378,7 @@ def _verifiable(file: _File) -> list[str]:
     return [kind for kind in file.hashes if kind in hashlib.algorithms_guaranteed and "shake" not in kind]
 
 
-def _unpacking(file: Any, shard: _Shard) -> Readable:
+def _unpacking(file: Any, shard: _Shard) -> io.BufferedIOBase:
     compression = (shard.entry.compression or "").partition(":")[0]
     if compression == "gz":
         return gzip.GzipFile(fileobj=file)
@@ -389,6 +389,6 @@ def _unpacking(file: Any, shard: _Shard) -> Readable:
             import pyarrow
         except ImportError:
             raise InvalidArgument(f"{shard.path} needs pyarrow: {installing('arrow')}") from None
-        reader: Readable = pyarrow.CompressedInputStream(file, "zstd")
+        reader: io.BufferedIOBase = pyarrow.CompressedInputStream(file, "zstd")
         return reader
     raise SampleError(f"{shard.path} is compressed with {compression!r}: gz, bz2 and zstd can be read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import os
 import re
 import zlib
@@ -222,14 +223,8 @@ def numbers(begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
     return np.frombuffer("".join(texts).encode(), np.uint8), np.cumsum(lengths)
 
 
-class Readable(Protocol):
-    """A file, perhaps unpacked while it is read."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
 @contextlib.contextmanager
-def unpacked(path: str) -> Iterator[tuple[Readable, int | None]]:
+def unpacked(path: str) -> Iterator[tuple[io.BufferedIOBase, int | None]]:
     """The file and its size; of one that gzip packed what it holds, and None. Raises SampleError."""
     try:
         with open(path, "rb") as raw:

@@ -6,6 +6,7 @@ Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
 
 from __future__ import annotations
 
+import io
 import logging
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import encode
 from penstock.samples.layout import text_of
 from penstock.samples.sources.paths import Paths, shards_of
-from penstock.samples.sources.source import Labels, RawSample, Readable, Sharded, read_up_to, unpacked
+from penstock.samples.sources.source import Labels, RawSample, Sharded, read_up_to, unpacked
 from penstock.units import format_bytes, parse_bytes
 
 _BLOCK = 512
@@ -55,17 +56,16 @@ def members(path: str, largest_bytes: int) -> Iterator[Member]:
     Raises SampleError, with the archive and the member, for an archive that is damaged or cut off, and for
     what no honest one has: absolute paths, "..", links, devices, sizes larger than the file.
     """
-    with unpacked(path) as (file, size_bytes):
-        yield from _Archive(path, file, size_bytes, largest_bytes).members()
+    with unpacked(path) as opened:
+        yield from _Archive(path, opened, largest_bytes).members()
 
 
 class _Archive:
-    """size_bytes   of the archive, where it is not compressed"""
+    """opened: the file, and its size where it is not compressed."""
 
-    def __init__(self, path: str, file: Readable, size_bytes: int | None, largest_bytes: int) -> None:
-        self._path, self._file, self._size_bytes = path, file, size_bytes
-        self._largest_bytes = largest_bytes
-        self._at = 0
+    def __init__(self, path: str, opened: tuple[io.BufferedIOBase, int | None], largest_bytes: int) -> None:
+        self._path, self._largest_bytes, self._at = path, largest_bytes, 0
+        self._file, self._size_bytes = opened
 
     def members(self) -> Iterator[Member]:
         attributes: dict[bytes, bytes] = {}
