@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import penstock
-from penstock.capture import datasheets
 from penstock.core.memory_profile import minimum_bytes
 from planning import models
 from planning.cells import DATA, SHIPPED, Cell, cells, trace_of
+from planning.machines import machine_of
 from planning.runs import ALL, COMPRESS, OFFLOAD, RECOMPUTE, Outcome, Way, run, run_all
 
 LISTS = (
@@ -84,7 +84,7 @@ def measure_captured(
     device, bus, drives, drive, _ = machine
     trace = models.capture((models.SMALL if quick else models.FAMILIES)[name], device)
     budget_bytes = max(int(fraction * trace.peak_bytes), int(ABOVE_MINIMUM * minimum_bytes(trace)))
-    hardware = datasheets.hardware(
+    hardware = machine_of(
         device, bus=bus, drives=drives, drive=drive, host_bytes=int(HOST_FRACTION * trace.peak_bytes)
     )
     ways = (*LISTS, OFFLOAD, RECOMPUTE, COMPRESS, ALL)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.distributed import HostAccumulation, host_accumulation_hook
-from penstock.distributed.exchange import DeviceCopies, Exchange
+from penstock.distributed.exchange import Exchange
 from penstock.errors import DistributedError
 from tests.support import accelerator
 from tests.support.checked import CheckedDriver
@@ -82,7 +82,7 @@ def exact() -> dict[str, object]:
 def checked() -> dict[str, object]:
     """As on an accelerator: copies run late, on a stream of their own."""
     driver = CheckedDriver(seed=dist.get_rank())
-    exchange = Exchange(dist.group.WORLD, DeviceCopies(driver), 60, piece_bytes=4 << 10)
+    exchange = Exchange(dist.group.WORLD, driver, 60, piece_bytes=4 << 10)
     with driver.mode:  # it sees what makes and uses the tensors
         cases = average_all(lambda tensor: exchange.submit(tensor).future, sizes=[1, 4097, 20_001])
     exchange.close()

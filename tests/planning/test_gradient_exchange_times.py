@@ -20,21 +20,16 @@ def ring_bytes(size_bytes: int, ranks: int) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_bytes_on_the_bus(ranks: int) -> None:
     size_bytes = 24 << 20
-    staged = predict_exchange(size_bytes, ranks, BUS, HOST)
-    direct = predict_exchange(size_bytes, ranks, BUS, HOST, peer_copies=True)
-    sent_bytes = ring_bytes(size_bytes, ranks)
-    assert direct.all_reduce_s == pytest.approx(sent_bytes / BUS)
-    assert staged.all_reduce_s == pytest.approx(2 * sent_bytes / BUS)
+    found = predict_exchange(size_bytes, ranks, BUS, HOST)
+    assert found.all_reduce_s == pytest.approx(2 * ring_bytes(size_bytes, ranks) / BUS)
     up_and_down_bytes = sum(size_bytes for _ in range(ranks) for _ in ("up", "down"))
     read_bytes = sum(size_bytes for _ in range(ranks))
-    assert staged.host_s == direct.host_s == pytest.approx(up_and_down_bytes / BUS + read_bytes / HOST)
+    assert found.host_s == pytest.approx(up_and_down_bytes / BUS + read_bytes / HOST)
 
 
 def test_the_host_wins_with_more_devices_that_reach_each_other_through_it() -> None:
-    """As in moDNN 7.5, with four of them; where they reach each other over the bus, the ring is faster."""
+    """As in moDNN 7.5, with four of them."""
     times = [predict_exchange(25 << 20, ranks, BUS, HOST) for ranks in (2, 3, 4, 8)]
     gains = [time.all_reduce_s / time.host_s for time in times]
     assert gains[0] < 1 < gains[1]
     assert all(fewer < more for fewer, more in pairwise(gains))
-    direct = predict_exchange(25 << 20, 4, BUS, HOST, peer_copies=True)
-    assert direct.all_reduce_s < direct.host_s

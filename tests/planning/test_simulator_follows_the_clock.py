@@ -126,17 +126,16 @@ def test_where_copies_cost_time_fewer_and_larger_ones_move() -> None:
     assert made.predicted_s == pytest.approx(trace.ideal_s + 2e-3)
 
 
-def test_a_machine_is_calibrated_by_a_measured_step() -> None:
-    """Copies of 100 bytes took 4 s where 2 s were expected; reads were over in 1 s."""
-    spans = (Span("disk_write", 0, 4, "", 0, 100), Span("disk_write", 2, 8, "", 1, 100))
-    measured = Timeline(iteration_s=9, spans=(*spans, Span("disk_read", 8, 9, "", 0, 100)), source="measured")
-    found = machine(50.0).calibrated(measured)
-    assert (found.disk_write_bytes_per_s, found.disk_read_bytes_per_s) == (25.0, 100.0)
-    assert found.device_to_host_bytes_per_s == machine(50.0).device_to_host_bytes_per_s
+def test_a_link_is_as_slow_as_its_copies_were() -> None:
+    """Copies of 100 bytes took 8 s where 4 s were expected; reads were over in 1 s."""
+    writes = [(0.0, 4.0, 100), (2.0, 8.0, 100)]
+    assert machine(50.0).slowness("disk_write", writes) == 2.0
+    assert machine(50.0).slowness("disk_read", [(8.0, 9.0, 100)]) == 0.5
+    assert machine(50.0).slowness("disk_read", []) == 0.0
     points = {"disk_write": ((50, 25.0), (100, 50.0)), "disk_read": ((100, 50.0),)}
-    tabled = replace(machine(50.0), measured_rates=points).calibrated(measured)
-    assert tabled.measured_rates == {"disk_write": ((50, 12.5), (100, 25.0)), "disk_read": ((100, 100.0),)}
-    assert plan(five_kernels(), found, "evict_all", device_budget_bytes=100).predicted_s > (
+    scaled = replace(machine(50.0), measured_rates=points).scaled({"disk_write": 0.5, "disk_read": 2.0})
+    assert scaled.measured_rates == {"disk_write": ((50, 12.5), (100, 25.0)), "disk_read": ((100, 100.0),)}
+    assert plan(five_kernels(), scaled, "evict_all", device_budget_bytes=100).predicted_s > (
         plan(five_kernels(), machine(50.0), "evict_all", device_budget_bytes=100).predicted_s
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.capture import datasheets
+from benchmarks.planning.machines import MEMORY_BYTES, machine_of
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.core.columns import KINDS
 from penstock.errors import InvalidArgument
@@ -88,15 +88,10 @@ def test_weights_may_leave_over_the_end_of_the_iteration() -> None:
     assert (trace.tensor_bytes[~trace.tensor_movable] < 4096).all() and not trace.tensor_movable.all()
 
 
-def test_data_sheets_make_hardware() -> None:
-    one = datasheets.hardware("h200", bus="pcie5", drives=1, drive="pcie5", host_bytes=1 << 30)
-    four = datasheets.hardware("h200", bus="pcie5", drives=4, drive="pcie5")
-    assert one.device_bytes == DATA_SHEETS["h200"].memory_bytes
+def test_data_sheets_make_machines() -> None:
+    one = machine_of("h200", bus="pcie5", drives=1, drive="pcie5", host_bytes=1 << 30)
+    four = machine_of("h200", bus="pcie5", drives=4, drive="pcie5")
     assert four.disk_read_bytes_per_s == 4 * one.disk_read_bytes_per_s
     assert one.disk_shares_bus
-    assert datasheets.hardware("a100", drives=0).disk_bytes == 0
-    for options in ({"bus": "isa"}, {"drive": "floppy"}, {"drives": -1}):
-        with pytest.raises(InvalidArgument):
-            datasheets.hardware("a100", **options)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="no data sheet"):
-        datasheets.hardware("abacus")
+    assert machine_of("a100", drives=0).disk_bytes == 0
+    assert set(MEMORY_BYTES) == set(DATA_SHEETS)

@@ -26,7 +26,7 @@ from penstock.planners.microbatch import SHARE, MicroBatch
 from penstock.report import Record
 from penstock.report.html import page
 from penstock.report.plot import plot
-from penstock.report.summary import Summary, summarise
+from penstock.report.summary import summarise
 from penstock.report.sweep import (
     Cell,
     PolicyResult,
@@ -85,7 +85,7 @@ def plan(options: Namespace) -> Answer:
         budgets, table = _budgets(captured, options, hardware)
         values["budgets"] = budgets
         shown.append(table)
-    return Answer(values=values, shown=[*shown, summary_table(summary)], written=[options.output])
+    return Answer(values=values, shown=[*shown, Table((), summary.rows())], written=[options.output])
 
 
 def _liberties(options: Namespace) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def simulate(options: Namespace) -> Answer:
     }
     return Answer(
         values=values,
-        shown=["the plan is legal", _streams(timeline, streams), summary_table(summary)],
+        shown=["the plan is legal", _streams(timeline, streams), Table((), summary.rows())],
         written=written,
     )
 
@@ -185,11 +185,6 @@ def _chrome_trace(options: Namespace, *timelines: Timeline) -> list[Path]:
     with writing(options.chrome_trace):
         timelines[0].save_chrome_trace(options.chrome_trace, *timelines[1:])
     return [options.chrome_trace]
-
-
-def summary_table(summary: Summary) -> Table:
-    """The few numbers at the end."""
-    return Table((), summary.rows())
 
 
 def policy_table(found: Sequence[PolicyResult], chosen: str) -> Table:
@@ -315,12 +310,10 @@ def report(options: Namespace) -> Answer:
             values["policies"] = msgspec.to_builtins(found)
             shown.append(policy_table(found, plan.policy))
     else:
-        budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
-        title = f"One training step within {budget}; {peak} with everything in memory"
         with writing(output):
-            plot(trace, plan, predicted, measured, output, title)
+            plot(trace, plan, predicted, measured, output)
     written = [output, *_chrome_trace(options, predicted, *([measured] if measured is not None else []))]
-    shown.append(summary_table(summarise(trace, plan, predicted)))
+    shown.append(Table((), summarise(trace, plan, predicted).rows()))
     return Answer(values=values, shown=shown, written=written)
 
 
@@ -379,18 +372,18 @@ def _labelled(paths: Sequence[Path]) -> dict[str, Trace]:
     return traces
 
 
+def _disk_rates(cell: Cell) -> list[str]:
+    """Written and read, or both in one where they are the same."""
+    return list(dict.fromkeys(format_rate(rate) for rate in disk_rates(cell.case.hardware)))
+
+
 # A column of the sweep: its title, and what stands there. Shown where it differs between cells.
 _ASKED: tuple[tuple[str, Callable[[Cell], str]], ...] = (
     ("trace", lambda cell: cell.case.label),
     ("budget", lambda cell: format_bytes(cell.case.budget_bytes)),
     ("host", lambda cell: format_bytes(cell.case.hardware.host_bytes)),
-    ("disks", lambda cell: f"{cell.case.disks:g}, {_disk_rates(cell.case.hardware)}"),
+    ("disks", lambda cell: f"{cell.case.disks:g}, {' / '.join(_disk_rates(cell))}"),
 )
-
-
-def _disk_rates(hardware: Hardware) -> str:
-    """Written and read, or both in one where they are the same."""
-    return " / ".join(dict.fromkeys(format_rate(rate) for rate in disk_rates(hardware)))
 
 
 def _whatif_table(cells: Sequence[Cell]) -> Table:

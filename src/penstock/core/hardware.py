@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from penstock.core.tables import html_table
 from penstock.errors import InvalidArgument
 from penstock.options import LOSSY
 from penstock.units import format_bytes, format_rate
-
-if TYPE_CHECKING:
-    from penstock.core.timeline import Timeline
 
 TIERS = ("device", "host", "disk")
 MOST_BYTES = 2**62  # beyond, a number is a mistake, and sums of bytes would not be exact
@@ -217,19 +214,6 @@ class Hardware:
         alone_s = sum(count * self.transfer_s(link, size_bytes) for size_bytes, count in sizes.items())
         took_s = busy_s((start_s, end_s) for start_s, end_s, _ in spans)
         return took_s / alone_s if alone_s > 0 else 0.0
-
-    def calibrated(self, timeline: Timeline) -> Hardware:
-        """The same machine with links as fast as they were in a measured step, to plan the next steps with.
-
-        Each link that the step used is scaled by how much sooner or later its copies were over than this
-        machine would have had them, one after the other. Other links stay as they are.
-        """
-        factors = {}
-        for link in LINKS:
-            spans = [(s.start_s, s.end_s, s.size_bytes) for s in timeline.spans if s.stream == link]
-            if (slowness := self.slowness(link, spans)) > 0:
-                factors[link] = 1 / slowness
-        return self.scaled(factors)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` as versioned JSON."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,22 +79,14 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """In a notebook."""
-        stalls_s: defaultdict[str, float] = defaultdict(float)
-        for stall in self.stalls:
-            stalls_s[stall.cause] += stall.end_s - stall.start_s
-        moved_bytes: defaultdict[str, int] = defaultdict(int)
-        for span in self.spans:
-            moved_bytes[span.stream] += span.size_bytes
         rows = [("step", format_seconds(self.iteration_s), "")]
-        rows += [(f"stalls for {cause}", format_seconds(took_s), "") for cause, took_s in stalls_s.items()]
-        rows += [
-            (
-                stream.replace("_", " "),
-                format_seconds(self.busy_s(stream)),
-                format_bytes(size) if size else "",
-            )
-            for stream, size in moved_bytes.items()
-        ]
+        for cause in dict.fromkeys(stall.cause for stall in self.stalls):
+            stalled_s = sum(stall.end_s - stall.start_s for stall in self.stalls if stall.cause == cause)
+            rows.append((f"stalls for {cause}", format_seconds(stalled_s), ""))
+        for stream in dict.fromkeys(span.stream for span in self.spans):
+            moved = self.moved_bytes(stream)
+            busy = format_seconds(self.busy_s(stream))
+            rows.append((stream.replace("_", " "), busy, format_bytes(moved) if moved else ""))
         rows += [(f"peak, {tier}", "", format_bytes(self.tier_peak_bytes(tier))) for tier in self.memory]
         return html_table(rows, ("", "time", "bytes"), f"penstock timeline, {self.source}")
 

@@ -57,35 +57,21 @@ _WHY = {
 }
 
 
-class HostCopies:
-    """How tensors get to the shared memory and back: of those in host memory, complete at once."""
+class Copies:
+    """How tensors get to the shared memory and back: those of an accelerator on a stream of their own.
 
-    def lock(self, address: int, size_bytes: int) -> None:
-        """Page-lock the shared memory, where that makes copies faster."""
+    driver   of the accelerator; None: tensors are in host memory, and copies are complete at once
+    """
 
-    def unlock(self, address: int) -> None:
-        pass
-
-    def begin(self) -> Any:
-        """What the tensors were made by: the copies come after it."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-        """Begin a copy."""
-        target.copy_(source)
-
-    def finish(self, copy: Any) -> None:
-        """Wait until it is complete."""
-
-
-class DeviceCopies(HostCopies):
-    """Of tensors on an accelerator, on a stream of their own."""
-
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver | None) -> None:
         self._driver = driver
-        self._stream = driver.make_stream()
+        self._stream: Any = driver.make_stream() if driver is not None else None
         self._is_locked = False
 
     def lock(self, address: int, size_bytes: int) -> None:
+        """Page-lock the shared memory, where that makes copies faster."""
+        if self._driver is None:
+            return
         self._is_locked = self._driver.page_lock(address, size_bytes)
         if not self._is_locked:
             logger.warning(
@@ -94,15 +80,22 @@ class DeviceCopies(HostCopies):
             )
 
     def unlock(self, address: int) -> None:
-        if self._is_locked:
+        if self._driver is not None and self._is_locked:
             self._driver.page_unlock(address)
 
     def begin(self) -> Any:
+        """What the tensors were made by: the copies come after it."""
+        if self._driver is None:
+            return None
         ready = self._driver.make_event()
         ready.record(self._driver.current_stream())
         return ready
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        """Begin a copy."""
+        if self._driver is None:
+            target.copy_(source)
+            return None
         self._stream.wait_event(after)
         self._driver.copy(target.view(torch.uint8), source.view(torch.uint8), self._stream)
         done = self._driver.make_event()
@@ -110,7 +103,9 @@ class DeviceCopies(HostCopies):
         return done
 
     def finish(self, copy: Any) -> None:
-        copy.synchronize()
+        """Wait until it is complete."""
+        if copy is not None:
+            copy.synchronize()
 
 
 class Average(dist.Work):
@@ -146,6 +141,7 @@ class Average(dist.Work):
 class Exchange:
     """Of a process group, whose ranks make it together.
 
+    driver      of the accelerator that the tensors are on; None: they are in host memory
     timeout_s   for which a rank waits for another
     latest      that was submitted. A boxed Work is this object only while somebody has it
 
@@ -155,14 +151,14 @@ class Exchange:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        copies: HostCopies,
+        driver: Driver | None,
         timeout_s: float,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.latest: Average
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._names = [dist.get_global_rank(group, rank) for rank in range(self._ranks)]
-        self._copies = copies
+        copies = self._copies = Copies(driver)
         self._timeout_s = timeout_s
         header_bytes = -(-RankProgress.bytes(self._ranks) // 4096) * 4096
         # Each rank's slots, and those of the results.
@@ -324,7 +320,7 @@ def _stop(
     tensors: queue.SimpleQueue[Average | None],
     thread: threading.Thread,
     segment: Segment,
-    copies: HostCopies,
+    copies: Copies,
     memory: torch.Tensor,
 ) -> None:
     if os.getpid() != process:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
-from penstock.distributed.exchange import DeviceCopies, Exchange, HostCopies
+from penstock.distributed.exchange import Exchange
 from penstock.distributed.segment import NotOneMachine
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.cuda import TorchDriver
@@ -117,8 +117,8 @@ class HostAccumulation(Closing):
             timeout = self.process_group._get_backend(self._device).options._timeout
         try:
             on_host, kind = self._device.type == "cpu", DRIVERS.get(self._device.type, TorchDriver)
-            copies = HostCopies() if on_host else DeviceCopies(kind(self._device))
-            self._exchange = Exchange(self.process_group, copies, timeout.total_seconds())
+            driver = None if on_host else kind(self._device)
+            self._exchange = Exchange(self.process_group, driver, timeout.total_seconds())
         except NotOneMachine as error:
             if method != "auto":
                 raise
@@ -237,23 +237,21 @@ class ExchangeTime(NamedTuple):
 
 
 def predict_exchange(
-    size_bytes: int, ranks: int, bus_bytes_per_s: float, sum_bytes_per_s: float, *, peer_copies: bool = False
+    size_bytes: int, ranks: int, bus_bytes_per_s: float, sum_bytes_per_s: float
 ) -> ExchangeTime:
     """Predict both from what crosses the bus, and what the host's memory has to bring.
 
     size_bytes        of the bucket, on each rank
     bus_bytes_per_s   of all devices together
     sum_bytes_per_s   of gradients that the host reads to add them up, all ranks together
-    peer_copies       devices reach each other over the bus. Without, what goes from one to another crosses
-                      it twice: to the host and from there (moDNN 6.1)
 
     Host accumulation moves ``size_bytes`` to the host and back on each rank, 2 `cudaMemcpy` each (moDNN 6.2,
     "2M cudaMemcpy calls"), and reads the gradients of all ranks once. A ring moves 2 (ranks - 1) / ranks of
     the bucket from each rank to the next: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms",
-    2009. Its sums, on the devices, count for nothing, and so do latencies: it has 2 (ranks - 1) of them.
+    2009. What goes from one device to another crosses the bus twice: to the host and from there (moDNN 6.1).
+    The ring's sums, on the devices, count for nothing, and so do latencies: it has 2 (ranks - 1) of them.
     """
-    moved_bytes = 2 * (ranks - 1) * size_bytes * (1 if peer_copies else 2)
     return ExchangeTime(
         host_s=2 * ranks * size_bytes / bus_bytes_per_s + ranks * size_bytes / sum_bytes_per_s,
-        all_reduce_s=moved_bytes / bus_bytes_per_s,
+        all_reduce_s=2 * 2 * (ranks - 1) * size_bytes / bus_bytes_per_s,
     )

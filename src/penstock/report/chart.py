@@ -122,6 +122,7 @@ class Chart:
     cut     says how high the in-memory peak is where it is cut off; else empty
     """
 
+    title: str
     unit: str
     end_s: float
     top: float
@@ -150,6 +151,7 @@ def chart(trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | No
     used = max(plan.device_budget_bytes, predicted.peak_bytes)
     is_cut = trace.peak_bytes > used * TALL
     return Chart(
+        title=_title(trace, plan),
         unit=unit,
         end_s=max([trace.ideal_s, *(timeline.iteration_s for timeline in timelines)]) or 1.0,
         top=(used * CUT if is_cut else max(used, trace.peak_bytes) * 1.06) / unit_bytes,
@@ -159,3 +161,11 @@ def chart(trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | No
         curves=curves,
         rows=rows(trace, predicted, measured),
     )
+
+
+def _title(trace: Trace, plan: Plan) -> str:
+    model, batch = trace.notes.get("model"), trace.notes.get("batch")
+    of = f" of {model}" if model else ""
+    of += f", batch {batch}," if model and batch else ""
+    budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
+    return f"One training step{of} within {budget}; {peak} with everything in memory"

@@ -64,7 +64,7 @@ def page(
         "measuredStalls": stall_texts(trace, measured) if measured is not None else [],
     }
     parts = {
-        "title": html_text(_title(trace, plan)),
+        "title": html_text(shown.title),
         "subtitle": html_text(_subtitle(trace, plan)),
         "css": (HERE / "page.css").read_text(encoding="utf-8"),
         "js": (HERE / "page.js").read_text(encoding="utf-8"),
@@ -85,14 +85,6 @@ def page(
     return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
 
 
-def _title(trace: Trace, plan: Plan) -> str:
-    model, batch = trace.notes.get("model"), trace.notes.get("batch")
-    of = f" of {model}" if model else ""
-    of += f", batch {batch}," if model and batch else ""
-    budget, peak = format_bytes(plan.device_budget_bytes), format_bytes(trace.peak_bytes)
-    return f"One training step{of} within {budget}; {peak} with everything in memory"
-
-
 def _subtitle(trace: Trace, plan: Plan) -> str:
     count = f"{trace.kernels} kernels, {trace.tensors} tensors"
     said = f": {plan.reason}" if plan.reason else ""
@@ -110,7 +102,7 @@ def _cards(summary: Summary, measured: Timeline | None) -> str:
         cards.append(("measured step", format_seconds(measured.iteration_s), against))
     if summary.gap is not None:
         bound = f"bound {format_seconds(summary.lower_bound_s)}, proven"
-        if summary.lower_bound_s <= summary.ideal_s * (1 + 1e-9):
+        if summary.bound_is_ideal:
             bound = "the bound is the ideal"
         cards.append(("above the bound", percent(summary.gap), bound))
     written = summary.written_bytes

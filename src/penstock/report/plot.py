@@ -21,14 +21,7 @@ SMALLEST_GAP = 1 / 2000  # of the time axis: bars closer than this are drawn as 
 Interval = tuple[float, float]
 
 
-def plot(
-    trace: Trace,
-    plan: Plan,
-    predicted: Timeline,
-    measured: Timeline | None,
-    path: str | Path,
-    title: str = "One iteration",
-) -> None:
+def plot(trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | None, path: str | Path) -> None:
     """Draw one iteration and write the picture to ``path``; its suffix decides the format.
 
     Raises PenstockError where matplotlib is not installed.
@@ -48,7 +41,7 @@ def plot(
     memory.set_xlim(0, shown.end_s)
     _draw_memory(memory, shown)
     _draw_streams(streams, shown)
-    picture.text(0.095, 0.945, title, fontsize=19, fontweight="bold", color=INK)
+    picture.text(0.095, 0.945, shown.title, fontsize=19, fontweight="bold", color=INK)
     picture.text(0.095, 0.912, _summary(plan, predicted, measured), fontsize=12.5, color=FAINT)
     patches = [Patch(color=colour, label=name) for name, colour in LEGEND.items()]
     picture.legend(handles=patches, loc="lower left", bbox_to_anchor=(0.09, 0.005), **_LEGEND_STYLE)

@@ -77,12 +77,33 @@ class Summary:
         step = format_seconds(self.predicted_s)
         step += "" if self.over_ideal is None else f", {self.over_ideal:.2f} x the ideal"
         step += "" if self.measured else f"; estimated ({ESTIMATED}): bytes are exact, times are not"
+        bound = "none proven"
+        if self.gap is not None:
+            bound = f"{format_seconds(self.lower_bound_s)}: this plan is {percent(self.gap)} above the bound"
+            bound += "; it is the ideal" if self.bound_is_ideal else ""
+        peak = (
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} budget; "
+            f"{format_bytes(self.in_memory_bytes)} with everything in memory, "
+            f"minimum {format_bytes_up(self.minimum_bytes)}"
+        )
+        moved = "; ".join(
+            f"{tier} {format_bytes(self.written_bytes[tier])} out, {format_bytes(self.read_bytes[tier])} in, "
+            f"{format_bytes(self.tier_peak_bytes[tier])} held"
+            for tier in SPILL_TIERS
+            if self.written_bytes[tier] or self.read_bytes[tier]
+        )
+        again = []
+        if self.recomputations:
+            took = format_seconds(self.compute_s["recompute"])
+            again.append(f"{self.recomputations} tensors recomputed in {took}")
+        if packing := self.compute_s["compress"] + self.compute_s["expand"]:
+            again.append(f"{format_seconds(packing)} to compress and expand")
         return [
             ("predicted step", step),
-            ("bound", self.bound_text()),
-            ("predicted peak", self._peak()),
-            ("moved", self._moved()),
-            ("recomputed", self._recomputed()),
+            ("bound", bound),
+            ("predicted peak", peak),
+            ("moved", moved or "nothing"),
+            ("recomputed", ", ".join(again) or "nothing"),
             ("stalls", self.stall_text()),
             ("disk wear", str(self.disk_wear)),
         ]
@@ -97,13 +118,9 @@ class Summary:
             format_bytes(evicted) if (evicted := sum(self.written_bytes.values())) else "none",
         )
 
-    def bound_text(self) -> str:
-        if self.gap is None:
-            return "none proven"
-        ideal = "; it is the ideal" if self.lower_bound_s <= self.ideal_s * (1 + 1e-9) else ""
-        return (
-            f"{format_seconds(self.lower_bound_s)}: this plan is {percent(self.gap)} above the bound{ideal}"
-        )
+    @property
+    def bound_is_ideal(self) -> bool:
+        return self.lower_bound_s <= self.ideal_s * (1 + 1e-9)
 
     def stall_text(self) -> str:
         parts = [
@@ -112,32 +129,6 @@ class Summary:
             if seconds > 0
         ]
         return ", ".join(parts) or "none"
-
-    def _peak(self) -> str:
-        return (
-            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} budget; "
-            f"{format_bytes(self.in_memory_bytes)} with everything in memory, "
-            f"minimum {format_bytes_up(self.minimum_bytes)}"
-        )
-
-    def _moved(self) -> str:
-        parts = [
-            f"{tier} {format_bytes(self.written_bytes[tier])} out, {format_bytes(self.read_bytes[tier])} in, "
-            f"{format_bytes(self.tier_peak_bytes[tier])} held"
-            for tier in SPILL_TIERS
-            if self.written_bytes[tier] or self.read_bytes[tier]
-        ]
-        return "; ".join(parts) or "nothing"
-
-    def _recomputed(self) -> str:
-        parts = []
-        if self.recomputations:
-            parts.append(
-                f"{self.recomputations} tensors recomputed in {format_seconds(self.compute_s['recompute'])}"
-            )
-        if packing := self.compute_s["compress"] + self.compute_s["expand"]:
-            parts.append(f"{format_seconds(packing)} to compress and expand")
-        return ", ".join(parts) or "nothing"
 
 
 CAUSE_TEXT = {"prefetch": "prefetches", "memory": "memory"}
@@ -163,8 +154,8 @@ def summarise(trace: Trace, plan: Plan, timeline: Timeline, endurance_bytes: int
         minimum_bytes=plan.minimum_bytes,
         evictions=len(plan.evictions),
         recomputations=len(plan.recomputations),
-        written_bytes={tier: _bytes(copies(timeline, WRITE_LINK[tier])) for tier in SPILL_TIERS},
-        read_bytes={tier: _bytes(copies(timeline, READ_LINK[tier])) for tier in SPILL_TIERS},
+        written_bytes=_moved_bytes(timeline, WRITE_LINK),
+        read_bytes=_moved_bytes(timeline, READ_LINK),
         tier_peak_bytes={tier: timeline.tier_peak_bytes(tier) for tier in SPILL_TIERS},
         stall_s=stall_s,
         compute_s=compute_s,
@@ -211,5 +202,5 @@ def percent(fraction: float) -> str:
     return f"{fraction * 100:.1f} %"
 
 
-def _bytes(spans: list[Span]) -> int:
-    return sum(span.size_bytes for span in spans)
+def _moved_bytes(timeline: Timeline, links: dict[str, str]) -> dict[str, int]:
+    return {tier: sum(span.size_bytes for span in copies(timeline, links[tier])) for tier in SPILL_TIERS}
