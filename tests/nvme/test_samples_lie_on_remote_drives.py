@@ -347,7 +347,7 @@ def test_damage_on_a_drive_is_found_and_named(folder: Path, tmp_path: Path) -> N
         url = url_of(target)
         upload(folder / "store-0", url)
         (place,) = places_of(url)
-        offset = place.open("data-00001.bin").target.begin
+        offset = place.open("data-00001.bin").target().begin
         place.close()
         image = np.memmap(image_of(tmp_path), np.uint8)
         image[offset + 9] ^= 1
@@ -364,7 +364,7 @@ def test_damage_on_a_drive_is_found_and_named(folder: Path, tmp_path: Path) -> N
         image[offset + 9] ^= 1
         image[100] ^= 1
         assert "first superblock" in verify(url).problems[0]
-        begin = place.open("directory.bin").target.begin
+        begin = place.open("directory.bin").target().begin
         image[begin] ^= 1
         with pytest.raises(InvalidFile, match=r"directory.bin of nvme\+tcp.* is damaged: its checksum"):
             mounted(url)

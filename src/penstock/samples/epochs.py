@@ -297,7 +297,7 @@ _ROW = np.dtype(
         ("begun", "<i8", _WORKERS),  # one more than the epoch that each has begun
     ]
 )
-_HEAD = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8")])
+_SHARED = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8"), ("rows", _ROW, _ROWS)])
 
 
 class EpochStart(NamedTuple):
@@ -325,13 +325,11 @@ class EpochCoordinator:
     def __init__(self) -> None:
         import torch  # states are merged without it
 
-        self._attach(torch.zeros(_HEAD.itemsize + _ROWS * _ROW.itemsize, dtype=torch.uint8))
+        self._attach(torch.zeros(_SHARED.itemsize, dtype=torch.uint8))
 
     def _attach(self, memory: torch.Tensor) -> None:
         self._memory = memory.share_memory_()
-        data = self._memory.numpy()
-        self._head: Any = data[: _HEAD.itemsize].view(_HEAD)[0:1]
-        self._rows = data[_HEAD.itemsize :].view(_ROW)
+        self._shared: Any = self._memory.numpy().view(_SHARED)[0]
 
     __setstate__ = _attach
 
@@ -341,34 +339,34 @@ class EpochCoordinator:
     @property
     def next(self) -> int:
         """The epoch that the next iteration will be of."""
-        return int(self._head["next"][0])
+        return int(self._shared["next"])
 
     @property
     def resumes(self) -> bool:
         """Whether the next iteration goes on from the loaded position."""
-        return bool(self._head["resumes"][0])
+        return bool(self._shared["resumes"])
 
     @property
     def workers(self) -> int:
         """Workers of the iteration that began last; 0: it was in the process itself."""
-        return int(self._head["workers"][0])
+        return int(self._shared["workers"])
 
     def set(self, epoch: int, resumes: bool) -> None:
         """What the next iteration is of, whatever was agreed before."""
-        self._rows["known"] = 0
-        self._rows["begun"] = 0
-        self._head["resumes"] = resumes
-        self._head["next"] = epoch
+        self._shared["rows"]["known"] = 0
+        self._shared["rows"]["begun"] = 0
+        self._shared["resumes"] = resumes
+        self._shared["next"] = epoch
 
     def clear_workers(self) -> None:
         """No iteration of a DataLoader counts any more: a state was loaded."""
-        self._head["workers"] = 0
+        self._shared["workers"] = 0
 
     def follow(self, epoch: int, workers: int) -> None:
         """An iteration of this epoch has begun, by what a worker was told."""
-        self._head["workers"] = workers
-        self._head["resumes"] = 0
-        self._head["next"] = epoch + 1
+        self._shared["workers"] = workers
+        self._shared["resumes"] = 0
+        self._shared["next"] = epoch + 1
 
     def take(self) -> EpochStart:
         """For an iteration in the process itself."""
@@ -384,7 +382,7 @@ class EpochCoordinator:
         new iteration has the seed of an old one.
         """
         fresh = EpochStart(self.next, self.resumes)
-        row: Any = self._rows[hash((base_seed, ordinal)) % _ROWS]
+        row: Any = self._shared["rows"][hash((base_seed, ordinal)) % _ROWS]
         mine = worker % _WORKERS
         known = row["known"] and (row["base_seed"], row["ordinal"]) == (base_seed, ordinal)
         if known and row["begun"][mine] != row["epoch"] + 1:

@@ -348,7 +348,7 @@ def _single_reads(store: Store, files: Sequence[StoreFile]) -> Read:
             places = zip(entries.data_file.tolist(), entries.offset.tolist(), lengths.tolist(), strict=True)
             for data_file, offset, length in places:
                 file = files[first + data_file]
-                if (descriptor := file.target.buffered) >= 0:
+                if (descriptor := file.target().buffered) >= 0:
                     size_bytes += len(os.pread(descriptor, length, offset))
                 else:
                     file.read_into(offset, memoryview(bytearray(length)))
@@ -398,14 +398,14 @@ def _data_files(store: Store) -> Iterator[list[StoreFile]]:
 
 def _drop(files: Sequence[StoreFile]) -> None:
     """Ask for the files' pages to be dropped. What was not written yet cannot be."""
-    for descriptor in (file.target.buffered for file in files):
+    for descriptor in (file.target().buffered for file in files):
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _cached(files: Sequence[StoreFile], seed: int) -> float | None:
     """The share of random pages of the files that are in the page cache. Looking can bring them in."""
-    descriptors = [file.target.buffered for file in files]
+    descriptors = [file.target().buffered for file in files]
     if any(descriptor < 0 for descriptor in descriptors):  # on another machine
         return None
     sizes = np.array([os.fstat(descriptor).st_size for descriptor in descriptors])

@@ -11,7 +11,8 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -23,7 +24,7 @@ from penstock.samples.failures import cannot_open, disk_failure
 from penstock.samples.layout import DIRECTORY, MANIFEST, PARTITION, partition_name
 from penstock.samples.manifest import AGAIN, StoreManifest, open_regular, read_manifest
 from penstock.storage.checksum import crc32c_at, crc32c_combine
-from penstock.storage.files import from_descriptor
+from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.nvme import DEFAULT_TIMEOUT_S, is_url
 from penstock.storage.threads import in_parallel
 
@@ -102,24 +103,18 @@ class Target(NamedTuple):
     begin: int
 
 
-class StoreFile(ABC):
-    """An open file of a store."""
+class StoreFile(NamedTuple):
+    """An open file of a store.
 
-    @property
-    @abstractmethod
-    def target(self) -> Target:
-        """What the native reader reads."""
+    target     gives what the native reader reads, in this process. Raises SampleError
+    read_into  fills a view with the bytes from a position on, past the page cache where that works. Raises
+               OSError
+    close      idempotent
+    """
 
-    @abstractmethod
-    def read_into(self, position: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes from ``position`` on, past the page cache where that works.
-
-        Raises OSError.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
+    target: Callable[[], Target]
+    read_into: Callable[[int, memoryview], None]
+    close: Callable[[], None]
 
 
 class Place(ABC):
@@ -207,7 +202,8 @@ class Folder(Place):
             os.close(descriptor)
 
     def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
-        return _LocalFile(self._descriptor(name, wanted_bytes), self.path_of(name))
+        opened = from_descriptor(self._descriptor(name, wanted_bytes), self.path_of(name))
+        return StoreFile(lambda: Target(*opened.file, 0), partial(_read_into, opened), opened.close)
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         return disk_failure(error_number)
@@ -229,27 +225,16 @@ class Folder(Place):
         return descriptor
 
 
-class _LocalFile(StoreFile):
-    def __init__(self, descriptor: int, path: str) -> None:
-        self._opened = from_descriptor(descriptor, path)
-
-    @property
-    def target(self) -> Target:
-        return Target(*self._opened.file, 0)
-
-    def read_into(self, position: int, view: memoryview) -> None:
-        buffered, direct, alignment_bytes = self._opened.file
-        is_aligned = position % alignment_bytes == 0 and view.nbytes % alignment_bytes == 0
-        descriptor = direct if direct >= 0 and is_aligned else buffered
-        done = 0
-        while done < view.nbytes:
-            count = os.preadv(descriptor, [view[done:]], position + done)
-            if count == 0:
-                raise OSError(0, "it ends there")
-            done += count
-
-    def close(self) -> None:
-        self._opened.close()
+def _read_into(opened: OpenFile, position: int, view: memoryview) -> None:
+    buffered, direct, alignment_bytes = opened.file
+    is_aligned = position % alignment_bytes == 0 and view.nbytes % alignment_bytes == 0
+    descriptor = direct if direct >= 0 and is_aligned else buffered
+    done = 0
+    while done < view.nbytes:
+        count = os.preadv(descriptor, [view[done:]], position + done)
+        if count == 0:
+            raise OSError(0, "it ends there")
+        done += count
 
 
 def places_of(path: PathLike | Sequence[PathLike], timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Place]:

@@ -197,14 +197,14 @@ class Reader:
         local = [number for number, each in enumerate(self._directories) if not each.place.is_remote]
         if not local:
             return IoPath("direct", "samples lie on another machine, which no page cache stands before")
-        can_direct = all(opened.target.direct >= 0 for number in local for opened in self._files[number])
+        can_direct = all(opened.target().direct >= 0 for number in local for opened in self._files[number])
         size_bytes = sum(self._directories[number].manifest.size_bytes for number in local)
         return choose_io(self._options.io, size_bytes, available_bytes(), can_direct)
 
     def _partition(self, number: int) -> _native.SamplePartition:
         directory = self._directories[number]
         data_files = [
-            (data_file.samples, data_file.chunks, data_file.size_bytes, *opened.target)
+            (data_file.samples, data_file.chunks, data_file.size_bytes, *opened.target())
             for data_file, opened in zip(directory.manifest.data_files, self._files[number], strict=True)
         ]
         chunks = directory.chunks.view(np.uint8).reshape(-1, 16)

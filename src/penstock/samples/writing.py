@@ -215,7 +215,7 @@ class StoreWriter(Closing):
             if mark is None:
                 return
             self._files.sync()
-            done = replace(mark, files=self._files.sums())
+            done = replace(mark, files=dict(self._files.sums))
             progress.write(done, self.folder)
             self.done = done
 
@@ -223,7 +223,7 @@ class StoreWriter(Closing):
         with _explained(self.folder, self.done):
             self._files.append(layout.LOOKUP, self._lookup().data)
             self._files.sync()
-            sums, recipe = self._files.sums(), self.done.recipe
+            sums, recipe = self._files.sums, self.done.recipe
             made = StoreManifest(
                 samples=sum(data_file.samples for data_file in data_files),
                 chunk_bytes=recipe.chunk_bytes,
@@ -243,7 +243,7 @@ class StoreWriter(Closing):
 
     def _lookup(self) -> npt.NDArray[np.uint8]:
         """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
-        place, sums = Folder(self.folder), self._files.sums()
+        place, sums = Folder(self.folder), self._files.sums
         directory, names, anchors = (
             place.load(name, sums[name].size_bytes)
             for name in (layout.DIRECTORY, layout.NAMES, layout.ANCHORS)
@@ -257,12 +257,15 @@ class StoreWriter(Closing):
         return lookup
 
 
+_NOTHING = FileSum(size_bytes=0, crc32c=0)
+
+
 class _Files:
-    """The open files of a store that is being written, where they end, and their checksums."""
+    """The open files of a store that is being written. sums: their sizes and checksums (0 for data files)."""
 
     def __init__(self, folder: Path, done: Packing) -> None:
         self._folder = folder
-        self._sums = {name: (sum_.size_bytes, sum_.crc32c) for name, sum_ in done.files.items()}
+        self.sums = dict(done.files)
         self._open: dict[str, int] = {}
         self._data = ""  # the data file that is being filled: earlier ones are closed
 
@@ -274,18 +277,14 @@ class _Files:
                 os.fsync(descriptor)
                 os.close(descriptor)
             self._data = name
-        size_bytes, _ = self._sums.get(name, (0, 0))
-        self._append(name, data.data)
-        self._sums[name] = size_bytes + data.nbytes, 0
+        self._append(name, data.data, 0)
 
     def append(self, name: str, data: bytes | memoryview) -> None:
-        size_bytes, crc = self._sums.get(name, (0, 0))
         if len(data) or name != layout.LARGE:  # any other file is there, if only empty
-            self._append(name, memoryview(data))
-            self._sums[name] = size_bytes + len(data), crc32c(data, crc)
+            self._append(name, memoryview(data), crc32c(data, self.sums.get(name, _NOTHING).crc32c))
 
-    def _append(self, name: str, data: memoryview) -> None:
-        path = self._folder / name
+    def _append(self, name: str, data: memoryview, crc: int) -> None:
+        path, size_bytes = self._folder / name, self.sums.get(name, _NOTHING).size_bytes + data.nbytes
         if name not in self._open:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._open[name] = os.open(path, flags, 0o666)
@@ -295,15 +294,13 @@ class _Files:
         except OSError as error:
             error.filename = os.fspath(path)
             raise
+        self.sums[name] = FileSum(size_bytes=size_bytes, crc32c=crc)
 
     def sync(self) -> None:
         """Make everything durable, the names included."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
         sync_folder(self._folder)
-
-    def sums(self) -> dict[str, FileSum]:
-        return {name: FileSum(size_bytes=size, crc32c=crc) for name, (size, crc) in self._sums.items()}
 
     def close(self) -> None:
         while self._open:

@@ -219,8 +219,17 @@ class RemotePlace(Place):
         with _as_sample_errors():
             return read_bytes(self._store.namespace(), file.offset, file.size_bytes)
 
-    def open(self, name: str, wanted_bytes: int | None = None) -> RemoteFile:
-        return RemoteFile(self._store, self._file(name, wanted_bytes))
+    def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
+        store, file = self._store, self._file(name, wanted_bytes)
+
+        def read_into(position: int, view: memoryview) -> None:
+            if position + view.nbytes > file.size_bytes:
+                raise OSError(0, "it ends there")
+            with _as_sample_errors():
+                store.namespace().read_into(file.offset + position, view)
+
+        # The namespace stays open: it is the store's. A forked child connects for itself.
+        return StoreFile(lambda: Target(*store.namespace().file, file.offset), read_into, lambda: None)
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         reason = self._store.error_text() or os.strerror(error_number or errno.EIO)
@@ -243,27 +252,6 @@ class RemotePlace(Place):
         if wanted_bytes is not None:
             check_size(self.path_of(name), file.size_bytes, wanted_bytes, AGAIN)
         return file
-
-
-class RemoteFile(StoreFile):
-    """A file on a namespace."""
-
-    def __init__(self, store: RemoteStore, file: StoredFile) -> None:
-        self._store, self._file = store, file
-
-    @property
-    def target(self) -> Target:
-        """Of this process: a forked child connects for it. Raises SampleError."""
-        return Target(*self._store.namespace().file, self._file.offset)
-
-    def read_into(self, position: int, view: memoryview) -> None:
-        if position + view.nbytes > self._file.size_bytes:
-            raise OSError(0, "it ends there")
-        with _as_sample_errors():
-            self._store.namespace().read_into(self._file.offset + position, view)
-
-    def close(self) -> None:
-        """The namespace stays open: it is the place's."""
 
 
 @contextmanager

@@ -34,21 +34,14 @@ _REFUSED = {
 }
 
 
-class Member(NamedTuple):
-    """A regular file in an archive: its path, relative and without "..", and what is in it."""
-
-    path: str
-    data: bytes
-
-
 class _Header(NamedTuple):
     path: bytes
     size_bytes: int
     kind: bytes
 
 
-def members(path: str, largest_bytes: int) -> Iterator[Member]:
-    """The regular files of an archive in its order, one in memory at a time. Folders are left out.
+def members(path: str, largest_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Path and bytes of each regular file of an archive, in its order. Paths are relative, and without "..".
 
     path           ends in "gz" or "tgz" where it is compressed
     largest_bytes  that a member may have
@@ -67,7 +60,7 @@ class _Archive:
         self._path, self._largest_bytes, self._at = path, largest_bytes, 0
         self._file, self._size_bytes = opened
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[tuple[str, bytes]]:
         attributes: dict[bytes, bytes] = {}
         everywhere: dict[bytes, bytes] = {}
         while (header := self._header()) is not None:
@@ -88,7 +81,7 @@ class _Archive:
             if header.kind not in (b"0", b"\0", b"7"):
                 what = _REFUSED.get(header.kind, f"of the unknown kind {header.kind!r}")
                 raise self._wrong(f"{name} is {what}: only regular files are packed")
-            yield Member(name, self._data(header, self._largest_bytes, name))
+            yield name, self._data(header, self._largest_bytes, name)
         # Behind the end mark are zeros; once they are read, gzip verifies its checksum.
         behind = 0
         while data := self._file.read(1 << 20):
@@ -233,8 +226,8 @@ def _samples(path: str, largest_bytes: int) -> Iterator[tuple[str, dict[str, byt
     current: str | None = None
     files: dict[str, bytes] = {}
     total, skipped = 0, 0
-    for member in members(path, largest_bytes):
-        folder, slash, base = member.path.rpartition("/")
+    for name, data in members(path, largest_bytes):
+        folder, slash, base = name.rpartition("/")
         stem, dot, extension = base.partition(".")
         if not stem or not dot or base.startswith("__"):
             skipped += 1
@@ -246,8 +239,8 @@ def _samples(path: str, largest_bytes: int) -> Iterator[tuple[str, dict[str, byt
             current, files, total = key, {}, 0
         if extension in files:
             raise SampleError(f"archive {path}: sample {key} has two files with the extension {extension!r}")
-        files[extension] = member.data
-        total += len(member.data)
+        files[extension] = data
+        total += len(data)
         if total > largest_bytes:
             raise SampleError(f"archive {path}: sample {key} has more than {largest_bytes} bytes")
     if current is not None:
