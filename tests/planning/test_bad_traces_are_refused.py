@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "recomputed by another": (
         lambda _: {"tensor_recompute": np.array([0, 2, -1])},
-        "tensor 1 is recomputed by kernel 2 `c`, which is not the one kernel that writes it",
+        "tensor 1 cannot be recomputed by kernel 2 `c`: it is not the one kernel that writes it",
     ),
 }
 

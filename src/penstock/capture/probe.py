@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,17 +40,6 @@ CODED_S = 0.03
 Rates = tuple[tuple[int, float], ...]  # (transfer bytes, bytes per second), ascending
 
 
-class DiskRates(NamedTuple):
-    """What was measured of the spill space. Rates and latencies are by link."""
-
-    rates: dict[str, Rates]
-    latency_s: dict[str, float]
-    duplex: float
-    copy_overhead_s: float
-    free_bytes: int
-    direct: bool
-
-
 def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10.0) -> Hardware:
     """Measure this machine, with the tier below memory in ``spill_dir``, one directory or several, or
     a remote drive, as in `penstock.offload`.
@@ -70,27 +59,27 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
         raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
     target = device_of(device)
     driver = None if target.type == "cpu" else driver_of(target)
-    disk = _measure_disk(spill_dir, time_budget_s * (1 if driver is None else 0.8))
-    copies = {} if driver is None else _measure_copies(driver, time_budget_s * 0.2)
-    rates = {**copies, **disk.rates}
-    latency_s = {link: points[0][0] / points[0][1] for link, points in copies.items()} | disk.latency_s
-    links: dict[str, Any] = {f"{link}_bytes_per_s": points[-1][1] for link, points in rates.items()}
-    links |= {f"{link}_latency_s": took_s for link, took_s in latency_s.items()}
+    fields, path = _measure_disk(spill_dir, time_budget_s * (1 if driver is None else 0.8))
+    if driver is None:
+        fields |= {"device_bytes": memory_bytes(), "disk_shares_bus": False}
+    else:
+        copies = _measure_copies(driver, time_budget_s * 0.2)
+        fields["measured_rates"] |= copies
+        fields |= {f"{link}_latency_s": points[0][0] / points[0][1] for link, points in copies.items()}
+        fields |= {
+            "device_bytes": driver.total_bytes,
+            "host_bytes": available_bytes(),
+            "copy_overhead_s": 0.0,
+        }
+    for link, points in fields["measured_rates"].items():
+        fields[f"{link}_bytes_per_s"] = points[-1][1]
     compress_bytes_per_s, expand_bytes_per_s = _measure_codec(target, "csr")
-    path = f"disk by {'direct I/O' if disk.direct else 'through the page cache'}"
     return Hardware(
-        device_bytes=memory_bytes() if driver is None else driver.total_bytes,
-        host_bytes=0 if driver is None else available_bytes(),
-        disk_bytes=disk.free_bytes,
         compress_bytes_per_s=compress_bytes_per_s,
         expand_bytes_per_s=expand_bytes_per_s,
-        disk_shares_bus=driver is not None,
-        duplex=disk.duplex,
-        copy_overhead_s=disk.copy_overhead_s if driver is None else 0.0,
-        measured_rates=rates,
         measured_codecs={codec: _measure_codec(target, codec) for codec in LOSSY},
         name=", ".join([*([] if driver is None else [driver.name]), _cpu_name(), path]),
-        **links,
+        **fields,
     )
 
 
@@ -209,17 +198,16 @@ def _samples(until_s: float) -> Iterator[int]:
         yield sample
 
 
-def _measure_disk(directories: Directories, budget_s: float) -> DiskRates:
+def _measure_disk(directories: Directories, budget_s: float) -> tuple[dict[str, Any], str]:
+    """What was measured of the spill space, as fields of Hardware, and how it is reached."""
     source, target = AlignedBuffer(SIZES_BYTES[-1]), AlignedBuffer(SIZES_BYTES[-1])
     source.view()[:] = np.random.default_rng(0).bytes(source.size_bytes)
     target.view()[:] = source.view()  # touched before it is timed
     write: list[tuple[int, float]] = []
     read: list[tuple[int, float]] = []
-    latency_s: dict[str, float] = {}
-    duplex, overhead_s = 1.0, 0.0
     start_s = time.perf_counter()
     with SpillSpace(directories) as spill:
-        free_bytes = spill.free_bytes
+        fields: dict[str, Any] = {"disk_bytes": spill.free_bytes}
         share_s = budget_s / (len(SIZES_BYTES) + 1)
         for index, size in enumerate(SIZES_BYTES):
             until_s = start_s + share_s * (index + 1)
@@ -236,15 +224,16 @@ def _measure_disk(directories: Directories, budget_s: float) -> DiskRates:
             write.append((size, batches.rate_bytes_per_s("write", half_s)))
             read.append((size, batches.rate_bytes_per_s("read", until_s)))
             if index == 0:
-                latency_s = {f"disk_{kind}": batches.latency_s(kind, until_s) for kind in ("write", "read")}
+                for kind in ("write", "read"):
+                    fields[f"disk_{kind}_latency_s"] = batches.latency_s(kind, until_s)
             if size == STARTED_BYTES:
-                overhead_s = batches.overhead_s()
+                fields["copy_overhead_s"] = batches.overhead_s()
             if size in (SURE_BYTES, DUPLEX_BYTES):
-                duplex = _duplex(batches, write[-1][1], read[-1][1])
+                fields["duplex"] = _duplex(batches, write[-1][1], read[-1][1])
             _verify(batches, source, target)
             batches.close()
-        rates = {"disk_write": tuple(write), "disk_read": tuple(read)}
-        return DiskRates(rates, latency_s, duplex, overhead_s, free_bytes, spill.direct)
+        fields["measured_rates"] = {"disk_write": tuple(write), "disk_read": tuple(read)}
+        return fields, f"disk by {'direct I/O' if spill.direct else 'through the page cache'}"
 
 
 def _affordable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -71,20 +72,22 @@ class Lists:
 
         The lists ascend and hold no negative numbers.
         """
-        scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
-        keys = self.owners * scale + self.values
-        place = np.searchsorted(keys, index * scale + limit) - 1
         found: IntArray = np.full(len(index), -1, dtype=np.int64)
+        place = self._place(index, limit, "left") - 1
         inside = place >= self.starts[index]
         found[inside] = self.values[place[inside]]
         return found
 
     def first_above(self, index: IntArray, limit: IntArray, otherwise: int) -> IntArray:
         """[N] the smallest entry of list ``index[n]`` that is above ``limit[n]``; ``otherwise`` where there
-        is none. The lists ascend and hold no negative numbers."""
-        scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
-        place = np.searchsorted(self.owners * scale + self.values, index * scale + limit, side="right")
+        is none. The lists are as for `last_below`."""
         found: IntArray = np.full(len(index), otherwise, dtype=np.int64)
+        place = self._place(index, limit, "right")
         inside = place < self.starts[index + 1]
         found[inside] = self.values[place[inside]]
         return found
+
+    def _place(self, index: IntArray, limit: IntArray, side: Literal["left", "right"]) -> IntArray:
+        """[N] where in `values` each limit belongs, among the entries of its list."""
+        scale = int(max(self.values.max(initial=0), limit.max(initial=0))) + 1
+        return np.searchsorted(self.owners * scale + self.values, index * scale + limit, side=side)

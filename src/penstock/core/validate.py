@@ -170,19 +170,13 @@ def _recomputation(trace: Trace) -> None:
         linked & ((producers < 0) | (producers >= trace.kernels)),
         lambda tensor: f"tensor {tensor} is recomputed by kernel {producers[tensor]}, which is not there",
     )
+    possible = harmless_producers(producers, trace.inputs, trace.outputs, trace.tensor_persistent)
     _refuse(
-        linked & (sole_writers(trace.outputs, trace.tensors) != producers),
+        linked & (possible != producers),
         lambda tensor: (
-            f"tensor {tensor} is recomputed by {_kernel(trace, int(producers[tensor]))}, which is not the "
-            "one kernel that writes it"
-        ),
-    )
-    harm = harmful(producers, trace.inputs, trace.outputs, trace.tensor_persistent)
-    _refuse(
-        linked & harm[producers],
-        lambda tensor: (
-            f"tensor {tensor} cannot be recomputed by {_kernel(trace, int(producers[tensor]))}: it edits a "
-            "tensor, or writes one that outlives the iteration or is written again later"
+            f"tensor {tensor} cannot be recomputed by {_kernel(trace, int(producers[tensor]))}: it is not "
+            "the one kernel that writes it, or it edits a tensor, or writes one that outlives the iteration "
+            "or is written again later"
         ),
     )
 

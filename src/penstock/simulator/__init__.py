@@ -48,26 +48,23 @@ RUN, COMPRESS, EXPAND, RECOMPUTATION, START_COPIES = range(5)  # what the comput
 CAUSES = ("", "prefetch", "memory")
 
 
-class Action(NamedTuple):
-    """What a plan does with a tensor in an inactive period: the native module has the table.
-
-    tier, codec   those of an `Evict`; empty where nothing moves
-    """
-
-    name: str
-    tier: str
-    codec: str
-
-
-ACTIONS = tuple(Action(*row) for row in _native.plan_actions())
+# By number, what a plan does with a tensor in an inactive period: the native module has the table of names,
+# and of tiers and codecs, which are empty where nothing moves.
+ACTIONS = tuple(_native.plan_actions())
 KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(len(ACTIONS))
-MOVES = {number: (action.tier, action.codec) for number, action in enumerate(ACTIONS) if action.tier}
+MOVES = {number: (tier, codec) for number, (_, tier, codec) in enumerate(ACTIONS) if tier}
 
 
-def action_of(tier: str, codec: str) -> int | None:
-    """The number of the action that sends a tensor there in this form; None where there is none."""
-    form = "raw" if codec == "raw" else "csr"
-    return next((number for number, move in MOVES.items() if move == (tier, form)), None)
+def action_of(evict: Evict) -> int:
+    """The number of the action. Raises InvalidArgument where there is no such tier or codec."""
+    move = (evict.tier, "raw" if evict.codec == "raw" else "csr")
+    found = next((number for number, known in MOVES.items() if known == move), None)
+    if found is None or evict.codec not in CODECS:
+        raise InvalidArgument(
+            f"tensor {evict.tensor} goes to the tier {evict.tier!r} with the codec {evict.codec!r}: "
+            f"tiers are host and disk, codecs {', '.join(CODECS)}"
+        )
+    return found
 
 
 def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
@@ -150,19 +147,9 @@ class Intervals(NamedTuple):
         rows = [(e.tensor, e.after, e.begin, e.end, e.prefetch_at) for e in evictions]
         rows += [(r.tensor, r.begin - 1, r.begin, r.end, r.end) for r in recomputations]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-        action = [_action(evict) for evict in evictions] + [RECOMPUTE] * len(recomputations)
+        action = [action_of(evict) for evict in evictions] + [RECOMPUTE] * len(recomputations)
         tensor, after, begin, end, prefetch_at = map(integers, columns)
         return cls(tensor, after, begin, end, prefetch_at, np.array(action, dtype=np.int8))
-
-
-def _action(evict: Evict) -> int:
-    action = action_of(evict.tier, evict.codec)
-    if action is None or evict.codec not in CODECS:
-        raise InvalidArgument(
-            f"tensor {evict.tensor} goes to the tier {evict.tier!r} with the codec {evict.codec!r}: "
-            f"tiers are host and disk, codecs {', '.join(CODECS)}"
-        )
-    return action
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -237,12 +237,9 @@ def actions_of(
     for period, tensor in enumerate(choices.tensor.tolist()):
         by_tensor.setdefault(tensor, []).append(period)
     actions: ActionArray = np.full(len(choices), KEEP, dtype=np.int8)
-    rows = [
-        (e.tensor, e.begin, e.end, action_of(e.tier, e.codec)) for e in evictions if e.prefetch_at > e.begin
-    ]
+    rows = [(e.tensor, e.begin, e.end, action_of(e)) for e in evictions if e.prefetch_at > e.begin]
     rows += [(r.tensor, r.begin, r.end, RECOMPUTE) for r in recomputations]
     for tensor, begin, end, action in rows:
-        assert action is not None
         for period in by_tensor.get(tensor, []):
             inside = choices.begin[period] <= begin < end <= choices.end[period]
             if inside and choices.allowed[period, action]:
