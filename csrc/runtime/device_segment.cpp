@@ -156,9 +156,9 @@ bool DeviceSegment::fits(const std::vector<std::int64_t>& sizes) const {
 
 std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool may_leave) const {
   auto found = cheapest_place(size_bytes, may_leave);
-  const auto least = largest_free_bytes(), parts = kParts;
-  for (auto part = parts - 1; part > 0 && !found && !may_leave && size_bytes > least; --part)
-    found = cheapest_place(least + (size_bytes - least) * part / parts, false);
+  const auto least = largest_free_bytes();
+  for (auto part = kParts - 1; part > 0 && !found && !may_leave && size_bytes > least; --part)
+    found = cheapest_place(least + (size_bytes - least) * part / kParts, false);
   return found;
 }
 

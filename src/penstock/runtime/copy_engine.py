@@ -370,7 +370,7 @@ class CopyEngine:
         if not passage.overtakes:
             state = managed.state
             before = itertools.takewhile(lambda other: other is not managed, self._passages)
-            for other in [other for other in before if other.state == state]:
+            for other in list(before):
                 if other.state == state and self._device.join(other):
                     self._over_for_kernels(other)
         if not self._device.join(managed):
@@ -385,15 +385,12 @@ class CopyEngine:
         else:
             self._has_left(managed, None)
 
-    def leave_now(self, managed: ManagedStorage, waits: bool) -> bool:
+    def leave_now(self, managed: ManagedStorage) -> bool:
         """Have it leave, and its memory back: kernels wait for the copy on the device, or where they cannot,
-        and it ``waits``, the host does. False: it stays."""
-        if waits:
-            self.evict(managed, release=True)
+        the host does. False: it stays."""
+        self.evict(managed, release=True)
         while managed.state == LEAVING and not managed.pins:
             if not self._join(managed):
-                if not waits:
-                    return False
                 self._wait()
         return managed.state == AWAY
 

@@ -122,7 +122,7 @@ def open_run(
         )
         peak_is_known = resident.reset_peak()
         together = joint_planning.with_ranks(f"{device_budget} {planning}")
-        kinds = StepKinds(planning, hardware, together, made.spare_share)
+        kinds = StepKinds(planning, hardware, together, made.spare_bytes)
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,13 +109,15 @@ class StepPlanner:
 
     options         what plans may do
     ranks           that plan together; None: this process plans for itself
-    spare_share     of the device budget, that plans leave free where the step runs with less
+    spare_bytes     of the device budget, that plans for a trace leave free where the step runs with less
     minimum_bytes   smallest device budget in which the recorded steps could have run
     refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
-    def __init__(self, options: PlanOptions, ranks: JointPlanning | None, spare_share: float) -> None:
-        self._options, self._ranks, self._spare_share = options, ranks, spare_share
+    def __init__(
+        self, options: PlanOptions, ranks: JointPlanning | None, spare_bytes: Callable[[Trace], int]
+    ) -> None:
+        self._options, self._ranks, self._spare_bytes = options, ranks, spare_bytes
         self.minimum_bytes = 0
         self.refusal = ""
 
@@ -194,12 +197,13 @@ class StepPlanner:
     def _plan(self, trace: Trace, hardware: Hardware, time_limit_s: float) -> Plan:
         """Raises PenstockError."""
         budget_bytes = hardware.device_bytes - in_flight_bytes(trace, hardware.device_bytes)
-        spare_bytes = int(self._spare_share * hardware.device_bytes)
         return make_plan(
             trace,
             hardware,
             self._options.policy,
-            device_budget_bytes=max(budget_bytes - spare_bytes, min(budget_bytes, minimum_bytes(trace))),
+            device_budget_bytes=max(
+                budget_bytes - self._spare_bytes(trace), min(budget_bytes, minimum_bytes(trace))
+            ),
             recompute=self._options.recompute,
             compress=len(trace.tensor_density) > 0,
             lossy=self._options.lossy,

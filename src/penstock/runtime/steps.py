@@ -8,6 +8,7 @@ between two steps; where kernel times have, two steps are recorded before.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from penstock.capture.phases import OPTIMIZER_STATE
 from penstock.core.hardware import Hardware
@@ -32,7 +33,7 @@ class StepKinds:
 
     planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself
-    spare_share     of the device budget, that plans leave free
+    spare_bytes     of the device budget, that plans for a trace leave free
 
     planner         makes the plans, and `replanning` those in the place of others
     trace, plan     of the latest step that followed a plan; None before there is a trace
@@ -46,10 +47,10 @@ class StepKinds:
         self,
         planning: PlanOptions,
         hardware: Hardware,
-        ranks: JointPlanning | None = None,
-        spare_share: float = 0.0,
+        ranks: JointPlanning | None,
+        spare_bytes: Callable[[Trace], int],
     ) -> None:
-        self.planner = StepPlanner(planning, ranks, spare_share)
+        self.planner = StepPlanner(planning, ranks, spare_bytes)
         self.replanning = Replanning(self.planner)
         self.planning = planning
         self.hardware = hardware

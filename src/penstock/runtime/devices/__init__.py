@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from penstock._native import DeviceMemory
+from penstock.core.trace import Trace
 from penstock.errors import PenstockError
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storages import ManagedStorage, Storages
@@ -47,7 +48,6 @@ class Device(Protocol):
     expands_in_place  what is compressed can come back where it is expanded; else first to a place of its own
     infers_needs      it cannot refuse memory while a kernel runs: what it takes is inferred before
     keeps_budget      by itself, where an allocation would exceed it
-    spare_share       of the budget, that plans leave free: what is free may be in pieces too small to be used
     empties_storages  what is away has a storage of 0 bytes, of which torch makes no views
     in_flight_bytes   most bytes of copies that are under way, each way
     tier              where evictions go that nothing planned: "host" or "disk"
@@ -71,7 +71,6 @@ class Device(Protocol):
     expands_in_place: bool
     infers_needs: bool
     keeps_budget: bool
-    spare_share: float
     empties_storages: bool
     in_flight_bytes: int
     first_serial: int
@@ -184,6 +183,10 @@ class Device(Protocol):
     def make_room(self, size_bytes: int) -> bool:
         """Let leave what the engine does not know, such as tensors of other threads, until so many bytes fit.
         False: they cannot."""
+        ...
+
+    def spare_bytes(self, trace: Trace) -> int:
+        """Of the budget, that plans for the trace leave free."""
         ...
 
     def budget_for(self, size_bytes: int) -> int:

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from penstock._native import DeviceMemory
+from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, SpillError
 from penstock.runtime.copy_engine import ANY_BYTES, CopyEngine
 from penstock.runtime.devices import Done, Moved
@@ -48,7 +49,7 @@ from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.copies import Copies, Events, Slot, as_bytes
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.packing import Packing
-from penstock.runtime.devices.reserved import SMALL_SEGMENT_BYTES, ReservedMemory
+from penstock.runtime.devices.reserved import SMALL_SEGMENT_BYTES, ReservedMemory, spare_bytes
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storage_methods import held_bytes
@@ -90,7 +91,6 @@ class AcceleratorDevice:
     expands_in_place = False
     empties_storages = True
     keeps_budget = False
-    spare_share = 0.02
     infers_needs = True
     unplanned_accesses = 0  # they raise
     first_serial = 0
@@ -357,7 +357,7 @@ class AcceleratorDevice:
         with engine.lock:
             try:
                 for managed in engine.victims():
-                    engine.leave_now(managed, waits=True)
+                    engine.leave_now(managed)
             except SpillError as error:
                 logger.warning("not all can leave: %s", error)
             self._driver.empty_cache()
@@ -371,6 +371,9 @@ class AcceleratorDevice:
                 self._was_refused(size_bytes)
                 return False
         return True
+
+    def spare_bytes(self, trace: Trace) -> int:
+        return spare_bytes(trace, self._reserved.budget_bytes, self._reserved.small_bytes)
 
     def budget_for(self, size_bytes: int) -> int:
         return self._reserved.budget_for(size_bytes)

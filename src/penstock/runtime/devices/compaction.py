@@ -142,7 +142,7 @@ class Compaction:
         self._clearing = True
         try:
             if leave:  # what is free then is looked at again
-                return all(engine.leave_now(managed, waits=may_leave) for managed in leave)
+                return all(engine.leave_now(managed) for managed in leave)
             if not all(self._hold(segment, held, address) for address, _ in free):
                 return False
             for managed in move:

@@ -158,7 +158,7 @@ class Copies:
         slot: Slot = managed.slot
         if slot.tier != "host":
             waiting = self._to_disk if out else self._from_disk
-            waiting.put(priority, Copy(managed, content, slot.block, ready, done))
+            waiting.put(Copy(managed, content, slot.block, ready, done), priority)
             return
 
         def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from penstock import _native
+from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.runtime.copy_engine import IN_FLIGHT_BYTES, CopyEngine
@@ -70,7 +71,6 @@ class CpuDevice:
     has_room: Callable[[Sequence[int]], bool] | None = None
     infers_needs = False  # the arena serves what nobody foresaw
     keeps_budget = True
-    spare_share = 0.0
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
@@ -502,6 +502,9 @@ class CpuDevice:
         made = _native.arena_make_room(size_bytes, pinned)
         self.notice()
         return made
+
+    def spare_bytes(self, trace: Trace) -> int:
+        return 0
 
     def budget_for(self, size_bytes: int) -> int:
         return self.in_memory_bytes() + size_bytes

@@ -97,7 +97,7 @@ class Packing:
             done(self.packed[managed.key].content.nbytes() if managed.key in self.packed else 0)
 
         self._codecs[managed.key] = codec, itemsize
-        self._queue.put(EVICT, Copy(managed, storage, managed.slot.block, ready, on_done))
+        self._queue.put(Copy(managed, storage, managed.slot.block, ready, on_done), EVICT)
 
     def expand(
         self,
@@ -108,7 +108,7 @@ class Packing:
         done: Done,
     ) -> None:
         """Of what is packed on the device, into the storage's memory."""
-        self._queue.put(priority, Copy(managed, storage, managed.slot.block, ready, done))
+        self._queue.put(Copy(managed, storage, managed.slot.block, ready, done), priority)
 
     def add(self, managed: ManagedStorage, content: torch.UntypedStorage, codec: tuple[str, int]) -> None:
         """Packed bytes of the storage come to this memory."""

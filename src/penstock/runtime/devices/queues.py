@@ -84,8 +84,9 @@ class Copy:
         return Moved(link, started_s, finished_s, managed.index, moved_bytes, managed.kind)
 
 
-class _Served:
-    """What waits for a thread of its own, until it is closed.
+class _Queue:
+    """Copies of one direction that wait, the most urgent first, and a thread that sees to them until it is
+    closed.
 
     marked    see Driver: what shows each copy in a profiler
     """
@@ -94,6 +95,8 @@ class _Served:
         self._marked = marked
         self._changed = threading.Condition()
         self._closed = False
+        self._waiting: list[tuple[int, int, Copy]] = []  # a heap
+        self._count = itertools.count()
         # A copy that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
@@ -103,9 +106,16 @@ class _Served:
     def _mark(self, copy: Copy) -> Marked:
         return self._marked(f"{self._thread.name}: {copy.text}")
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise PenstockError("the run is closed: no tensor can be moved any more")
+    def put(self, copy: Copy, priority: int) -> None:
+        with self._changed:
+            if self._closed:
+                raise PenstockError("the run is closed: no tensor can be moved any more")
+            heapq.heappush(self._waiting, (priority, next(self._count), copy))
+            self._was_put()
+
+    def _was_put(self) -> None:
+        """With the lock."""
+        raise NotImplementedError
 
     def _wait_for(self, waiting: Sized) -> bool:
         """With the lock: until something waits. False: nothing comes any more."""
@@ -123,7 +133,7 @@ class _Served:
             logger.warning("a copy hangs (%s), and is left behind", self._thread.name)
 
 
-class CopyQueue(_Served):
+class CopyQueue(_Queue):
     """Begins copies of one direction and one tier on a thread of its own, the most urgent first.
 
     make_way   blocks until one more may begin: what comes meanwhile and is more urgent goes first
@@ -139,15 +149,10 @@ class CopyQueue(_Served):
         super().__init__(name, marked)
         self._carry_out = carry_out
         self._make_way = make_way
-        self._waiting: list[tuple[int, int, Copy]] = []
-        self._count = itertools.count()
         self._thread.start()
 
-    def put(self, priority: int, copy: Copy) -> None:
-        with self._changed:
-            self._require_open()
-            heapq.heappush(self._waiting, (priority, next(self._count), copy))
-            self._changed.notify()
+    def _was_put(self) -> None:
+        self._changed.notify()
 
     def hurry(self, managed: ManagedStorage, priority: int) -> None:
         """A copy of the storage that still waits is as urgent as ``priority`` now."""
@@ -181,7 +186,7 @@ class CopyQueue(_Served):
             return heapq.heappop(self._waiting)
 
 
-class StreamQueue(_Served):
+class StreamQueue(_Queue):
     """Gives the copies of one direction to a stream, the most urgent first, and sees on a thread when each is
     over. The stream has enough of them to go from one to the next without the host; what waits here is
     overtaken by what is needed now.
@@ -204,17 +209,12 @@ class StreamQueue(_Served):
         self._link = link
         self._issue = issue
         self._recycle = recycle
-        self._waiting: list[tuple[int, int, Copy]] = []  # with some that have begun meanwhile
-        self._count = itertools.count()
         self._begun: deque[tuple[Copy, Exception | None]] = deque()  # and why it did not
         self._stream_bytes = 0  # of what was given to the stream, and is not over
         self._thread.start()
 
-    def put(self, copy: Copy, priority: int) -> None:
-        with self._changed:
-            self._require_open()
-            heapq.heappush(self._waiting, (priority, next(self._count), copy))
-            self._begin_some()
+    def _was_put(self) -> None:
+        self._begin_some()
 
     def begin(self, copy: Copy) -> Any:
         """Have it begin now, unless it has; the event after which it is over. None: it failed."""
@@ -233,6 +233,7 @@ class StreamQueue(_Served):
             return event is not None
 
     def _begin_some(self) -> None:
+        # Some of those that wait may have begun meanwhile.
         while self._waiting and self._stream_bytes < STREAM_BYTES:
             copy = heapq.heappop(self._waiting)[-1]
             if copy.waits:

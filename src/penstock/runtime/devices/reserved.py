@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from penstock.core.columns import sum_over
+from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
@@ -10,6 +14,22 @@ from penstock.units import format_bytes
 # torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
 # up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
+
+# Of the budget. What is free is in pieces, some of them too small to be used.
+PIECES_SHARE = 0.02
+
+
+def spare_bytes(trace: Trace, budget_bytes: int, small_bytes: int) -> int:
+    """Of the budget, that plans for the trace leave free: memory in pieces, and what segments of small blocks
+    have free while the step needs more than the budget. Other tensors cannot have it.
+
+    small_bytes   most in such segments
+    """
+    small = np.flatnonzero(trace.tensor_bytes <= LARGEST_SMALL_BYTES)
+    death = np.minimum(trace.tensor_death[small], trace.kernels)
+    used = sum_over(trace.kernels, trace.tensor_birth[small], death, trace.tensor_bytes[small])
+    least_bytes = int(used[trace.live_bytes > budget_bytes].min(initial=small_bytes))
+    return int(PIECES_SHARE * budget_bytes) + small_bytes - least_bytes
 
 
 class ReservedMemory:
