@@ -39,7 +39,7 @@ from rich.table import Table
 from penstock import _native
 from penstock.samples import layout
 from penstock.samples.builder import Builder, Pieces, lookup_of
-from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
+from penstock.samples.manifest import DataFile, FileSum, StoreManifest
 from penstock.storage.checksum import crc32c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -291,10 +291,8 @@ def write_store(folder: Path, samples: int) -> int:
         DataFile(samples=count, chunks=chunks, size_bytes=size_bytes)
         for count, chunks, size_bytes in columns.data_files
     )
-    write_manifest(
-        StoreManifest(samples=samples, chunk_bytes=CHUNK_BYTES, data_files=data_files, files=sums),
-        folder,
-    )
+    manifest = StoreManifest(samples=samples, chunk_bytes=CHUNK_BYTES, data_files=data_files, files=sums)
+    manifest.save(folder / layout.MANIFEST)
     return sum(content.nbytes for content in contents.values())
 
 

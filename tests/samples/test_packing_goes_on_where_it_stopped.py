@@ -256,7 +256,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     _stop(Seekable(items, stop=11), folder)
     found = progress.read(folder)
     assert found is not None
-    progress.write(msgspec.structs.replace(found, state=b"of another version"), folder)
+    msgspec.structs.replace(found, state=b"of another version").save(folder / progress.PROGRESS)
     with pytest.raises(SampleError, match=r"another version.*resume=False"):
         pack_often(Seekable(items), folder)
 

@@ -71,13 +71,19 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     def is_sealed(self) -> bool:
         return self.sealed() == self
 
+    def save(self, path: Path) -> Self:
+        """Write the sealed value to ``path``, durably, and give it. Raises OSError."""
+        sealed = self.sealed()
+        files.save(sealed, path)
+        return sealed
+
 
 # The file keeps its earlier names.
 _IN_THE_FILE = {"data_files": "nodes", "partition": "part", "partitions": "parts"}
 
 
 class StoreManifest(Sealed, frozen=True, kw_only=True, rename=_IN_THE_FILE):
-    """A sample store, whole.
+    """A sample store, whole: once this is saved as `store.json`, all other files must be durable.
 
     samples      how many
     chunk_bytes  the grid of the data files
@@ -141,11 +147,6 @@ def open_regular(path: Path) -> int:
         raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
     os.set_blocking(descriptor, True)
     return descriptor
-
-
-def write_manifest(manifest: StoreManifest, folder: str | os.PathLike[str]) -> None:
-    """Make the folder a store: all other files must be there, and durable. Seals the manifest."""
-    files.save(manifest.sealed(), Path(folder) / MANIFEST)
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> StoreManifest:

@@ -149,7 +149,8 @@ class _Packer:
     """Takes samples from a source, and gives what the builder makes of them to the writer."""
 
     def __init__(self, source: Source, writer: StoreWriter, rhythm: Rhythm, report: Progress | None) -> None:
-        self._source, self._writer, self._rhythm, self._report = source, writer, rhythm, report
+        self._source, self._writer, self._rhythm = source, writer, rhythm
+        self._report = report or (lambda samples, size_bytes: None)
         self._recipe = writer.done.recipe
         self._builder = Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
         self._size_bytes = 0  # of all samples so far
@@ -175,7 +176,7 @@ class _Packer:
             raise
         self._builder.finish()
         self._flush(durable=False)
-        self._report_progress()
+        self._report(self._builder.samples, self._size_bytes)
         return tuple(
             DataFile(samples=samples, chunks=chunks, size_bytes=size_bytes)
             for samples, chunks, size_bytes in self._builder.data_files
@@ -208,7 +209,7 @@ class _Packer:
         if durable:
             self._durable_bytes, self._durable_s = self._size_bytes, now
         self._next_look_s = now + _PROGRESS_S
-        self._report_progress()
+        self._report(self._builder.samples, self._size_bytes)
 
     def _flush(self, durable: bool) -> None:
         self._taken_unwritten = True
@@ -220,10 +221,6 @@ class _Packer:
             mark = Packing(recipe=self._recipe, samples=samples, size_bytes=self._size_bytes, state=state)
         self._writer.put(pieces, mark)
         self._taken_unwritten = False
-
-    def _report_progress(self) -> None:
-        if self._report is not None:
-            self._report(self._builder.samples, self._size_bytes)
 
     def _check_labels(self, pieces: Pieces) -> None:
         labels = np.frombuffer(pieces[1][layout.LABELS], "<i4")

@@ -56,7 +56,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
 
 
 class Packing(Sealed, frozen=True, kw_only=True):
-    """A store that is being written: what of it is durable.
+    """A store that is being written: what of it is durable, before this is saved.
 
     samples      that are packed
     size_bytes   of them
@@ -71,11 +71,6 @@ class Packing(Sealed, frozen=True, kw_only=True):
     files: dict[str, FileSum] = msgspec.field(default_factory=dict)
     state: bytes = b""
     crc32c: int = 0
-
-
-def write(packing: Packing, folder: Path) -> None:
-    """Make ``packing`` what `read` gives, also after a crash: the files must be durable. Raises OSError."""
-    files.save(packing.sealed(), folder / PROGRESS)
 
 
 def read(folder: Path) -> Packing | None:
@@ -217,8 +212,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Pac
         _check_names(folder, names, overwrite)
         packing = read(folder) if resume else None
         if packing is None:
-            packing = Packing(recipe=recipe)
-            write(packing, folder)
+            packing = Packing(recipe=recipe).save(folder / PROGRESS)
         else:
             _check_recipe(folder, packing.recipe, recipe)
         (folder / layout.MANIFEST).unlink(missing_ok=True)  # packing.json stays until all else is durable

@@ -29,7 +29,7 @@ from penstock.core.files import sync_folder
 from penstock.errors import SampleError
 from penstock.samples import layout, progress
 from penstock.samples.builder import Pieces, joined, lookup_of, with_lengths
-from penstock.samples.manifest import DataFile, FileSum, StoreManifest, write_manifest
+from penstock.samples.manifest import DataFile, FileSum, StoreManifest
 from penstock.samples.places import Folder
 from penstock.samples.progress import Packing
 from penstock.samples.sources.source import Block, RawSample, as_block
@@ -215,9 +215,7 @@ class StoreWriter(Closing):
             if mark is None:
                 return
             self._files.sync()
-            done = replace(mark, files=dict(self._files.sums))
-            progress.write(done, self.folder)
-            self.done = done
+            self.done = replace(mark, files=dict(self._files.sums)).save(self.folder / progress.PROGRESS)
 
     def _finish(self, data_files: tuple[DataFile, ...], described: dict[str, Any]) -> StoreManifest:
         with _explained(self.folder, self.done):
@@ -235,8 +233,7 @@ class StoreWriter(Closing):
                 partition=recipe.partition,
                 partitions=recipe.partitions,
                 **described,
-            ).sealed()
-            write_manifest(made, self.folder)
+            ).save(self.folder / layout.MANIFEST)
             (self.folder / progress.PROGRESS).unlink()
             sync_folder(self.folder)
             return made

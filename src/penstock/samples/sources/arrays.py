@@ -34,36 +34,15 @@ class Rows(Numbered):
     """Arrays [samples, ...], in blocks. In a partition, too, rows keep their numbers as names."""
 
     arrays: dict[str, npt.NDArray[Any]]
+    fields: tuple[Field, ...]
     description: str
     label_field: str | None
     classes: tuple[str, ...]
     encoding: str = "record"
 
-    def count(self) -> int:
-        return len(next(iter(self.arrays.values())))
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return tuple(
-            Field(name=name, dtype=stored_dtype(array.dtype, name).str, shape=array.shape[1:])
-            for name, array in self.arrays.items()
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        return self.samples * self._record_bytes
-
-    @property
-    def _record_bytes(self) -> int:
-        return Decoder(self.encoding, self.fields).record_bytes
-
-    def names(self) -> Iterator[str]:
-        """All names, without a look at the arrays."""
-        return map(str, self.mine)
-
     def after(self, samples: int) -> Iterator[Block]:
         mine = self.mine[samples:]
-        step = max(1, BLOCK_BYTES // max(self._record_bytes, 1))
+        step = max(1, BLOCK_BYTES // max(Decoder(self.encoding, self.fields).record_bytes, 1))
         step = min(step, BLOCK_BYTES // 16)  # names take memory, too
         for begin in range(mine.start, mine.stop, step):
             end = min(begin + step, mine.stop)
@@ -101,11 +80,17 @@ def open_arrays(source: Any, *, label_field: str | None = None, classes: Sequenc
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise InvalidArgument(f"arrays have different numbers of rows: {lengths}")
-    if label_field is None:
-        return Rows(arrays, description, None, tuple(classes or ()))
-    if label_field not in arrays:
-        raise InvalidArgument(f"label_field={label_field!r} is none of the arrays {', '.join(arrays)}")
-    return Rows(arrays, description, label_field, label_classes(arrays[label_field], label_field, classes))
+    if label_field is not None:
+        if label_field not in arrays:
+            raise InvalidArgument(f"label_field={label_field!r} is none of the arrays {', '.join(arrays)}")
+        classes = label_classes(arrays[label_field], label_field, classes)
+    fields = tuple(
+        Field(name=name, dtype=stored_dtype(array.dtype, name).str, shape=array.shape[1:])
+        for name, array in arrays.items()
+    )
+    whole = next(iter(lengths.values()))
+    size_bytes = whole * Decoder("record", fields).record_bytes
+    return Rows(whole, size_bytes, arrays, fields, description, label_field, tuple(classes or ()))
 
 
 def record_block(

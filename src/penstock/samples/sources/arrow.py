@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -290,9 +290,6 @@ class Tables(Numbered):
     label_column: str | None
     labels: Labels
 
-    def count(self) -> int:
-        return sum(table.rows for table in self.tables)
-
     @property
     def encoding(self) -> str:
         return "record" if self.fields else "msgpack"
@@ -301,17 +298,11 @@ class Tables(Numbered):
     def classes(self) -> tuple[str, ...]:
         return self.labels.classes
 
-    @property
-    def size_bytes(self) -> int:
-        return self.share_of(sum(table.size_bytes for table in self.tables))
-
     def names(self) -> Iterator[str]:
-        """All names; of the data at most one column is read."""
         if self.name_column is None:
-            yield from map(str, self.mine)
-            return
-        for number, batch in self._read(self.mine, [self.name_column]):
-            yield from _names(batch.column(0), number)
+            return super().names()
+        batches = self._read(self.mine, [self.name_column])
+        return chain.from_iterable(_names(batch.column(0), number) for number, batch in batches)
 
     def after(self, samples: int) -> Iterator[RawSample | Block]:
         for number, batch in self._read(self.mine[samples:], self.tables[0].schema.names):
@@ -399,7 +390,8 @@ def open_arrow(
     if label_column is not None and not labels.classes:
         labels = _labels_in(tables, label_column)
     fields = _fields(tables, name_column, encoding, description)
-    return Tables(tables, description, fields, name_column, label_column, labels)
+    rows, size_bytes = sum(table.rows for table in tables), sum(table.size_bytes for table in tables)
+    return Tables(rows, size_bytes, tables, description, fields, name_column, label_column, labels)
 
 
 def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:

@@ -25,13 +25,8 @@ class Files(Numbered):
     root: bytes
     follow_links: bool
     tops: tuple[str, ...]
-    whole: int
     encoding: str = "raw"
     fields: tuple[Field, ...] = ()
-    size_bytes: int | None = None
-
-    def count(self) -> int:
-        return self.whole
 
     @property
     def description(self) -> str:
@@ -42,7 +37,6 @@ class Files(Numbered):
         return tuple(map(printable, self.tops))
 
     def names(self) -> Iterator[str]:
-        """All names, without a look at what the files hold."""
         return (text_of(name) for name in self._mine(0))
 
     def after(self, samples: int) -> Iterator[RawSample]:
@@ -92,7 +86,7 @@ def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
             len(skipped),
             ", ".join(map(text_of, skipped[:3])) + (", ..." if len(skipped) > 3 else ""),
         )
-    return Files(root, follow_links, tuple(map(text_of, sorted(tops))) if in_folders else (), whole)
+    return Files(whole, None, root, follow_links, tuple(map(text_of, sorted(tops))) if in_folders else ())
 
 
 def _walk(

@@ -198,16 +198,9 @@ class Mds(Numbered):
     encoding: str = "msgpack"
     fields: tuple[Field, ...] = ()
 
-    def count(self) -> int:
-        return sum(shard.entry.samples for shard in self.shards)
-
     @property
     def classes(self) -> tuple[str, ...]:
         return self.labels.classes
-
-    @property
-    def size_bytes(self) -> int:
-        return self.share_of(sum(shard.entry.raw_data.bytes for shard in self.shards))
 
     def after(self, samples: int) -> Iterator[RawSample]:
         wanted = self.mine[samples:]
@@ -216,10 +209,7 @@ class Mds(Numbered):
                 yield self._sample(shard, number, first + number, fields)
 
     def names(self) -> Iterator[str]:
-        """All names. Only a name column has to be read."""
-        if self.name_column is None:
-            return map(str, self.mine)
-        return (sample.name for sample in self.after(0))
+        return super().names() if self.name_column is None else (sample.name for sample in self.after(0))
 
     def _sample(self, shard: _Shard, number: int, position: int, fields: dict[str, Any]) -> RawSample:
         try:
@@ -282,7 +272,8 @@ def open_mds(
     if label_column is not None and classes is None:
         rows = (row for shard in shards for _, row in _read(shard, 0, shard.entry.samples))
         labels = Labels.of_values(row[label_column] for row in rows)
-    return Mds(shards, name, name_column, label_column, labels)
+    whole = sum(shard.entry.samples for shard in shards)
+    return Mds(whole, sum(file.bytes for file in raw), shards, name, name_column, label_column, labels)
 
 
 def _shard(folder: str, entry: _Entry) -> _Shard:

@@ -124,11 +124,17 @@ class Partitioned:
 
 @dataclass(frozen=True)
 class Numbered(Partitioned):
-    """Samples that can be read from any number on. A partition is without gaps."""
+    """Samples that can be read from any number on. A partition is without gaps.
 
-    def count(self) -> int:
-        """Samples of the whole source."""
-        raise NotImplementedError
+    whole, whole_bytes   samples of the whole source, and about how many bytes they have, where that is known
+    """
+
+    whole: int
+    whole_bytes: int | None
+
+    def names(self) -> Iterator[str]:
+        """All names of this partition, with as little reading as can be: by default, numbers."""
+        return map(str, self.mine)
 
     def after(self, samples: int) -> Iterator[Any]:
         """The samples behind the first so many."""
@@ -137,15 +143,15 @@ class Numbered(Partitioned):
     @property
     def mine(self) -> range:
         """The numbers of this partition's samples."""
-        return self.share(self.count())
+        return self.share(self.whole)
 
     @property
     def samples(self) -> int:
         return len(self.mine)
 
-    def share_of(self, size_bytes: int) -> int:
-        """About how many of the source's bytes this partition has."""
-        return size_bytes * self.samples // max(self.count(), 1)
+    @property
+    def size_bytes(self) -> int | None:
+        return None if self.whole_bytes is None else self.whole_bytes * self.samples // max(self.whole, 1)
 
     def __iter__(self) -> Iterator[Any]:
         return self.after(0)
