@@ -216,3 +216,16 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
         return msgspec.convert(found, kind, dec_hook=_decode)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidFile(f"{path} is not a penstock {kind.__name__.lower()} file: {error}") from error
+
+
+class Saved:
+    """A value that can be saved."""
+
+    def save(self, path: str | Path) -> None:
+        """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""
+        save(self, path)
+
+    @classmethod
+    def load(cls: type[Value], path: str | Path) -> Value:
+        """Read what `save` wrote. Raises InvalidFile where it is something else."""
+        return load(cls, path)

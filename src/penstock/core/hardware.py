@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ CODERS = ("compress", "expand")  # have rates as links do
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Hardware(files.Saved):
     """Capacities in bytes, rates in bytes per second, latencies in seconds.
 
     On a CPU the device is the RAM budget, there is no host tier (``host_bytes=0``, host rates
@@ -214,15 +213,6 @@ class Hardware:
         alone_s = sum(count * self.transfer_s(link, size_bytes) for size_bytes, count in sizes.items())
         took_s = busy_s((start_s, end_s) for start_s, end_s, _ in spans)
         return took_s / alone_s if alone_s > 0 else 0.0
-
-    def save(self, path: str | Path) -> None:
-        """Write to ``path`` as versioned JSON."""
-        files.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Hardware:
-        """Read what `save` wrote. Raises InvalidFile where it is something else."""
-        return files.load(cls, path)
 
 
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:

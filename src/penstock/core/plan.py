@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.core import files
 from penstock.core.tables import html_table
@@ -55,7 +54,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(files.Saved):
     """The decisions for one iteration.
 
     policy                 name in penstock.planners.POLICIES
@@ -134,12 +133,3 @@ class Plan:
     def gap(self) -> float | None:
         """How far `predicted_s` is above `lower_bound_s`, as a fraction of it; None where there is none."""
         return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
-
-    def save(self, path: str | Path) -> None:
-        """Write to ``path`` as versioned JSON."""
-        files.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote. Raises InvalidFile where it is something else."""
-        return files.load(cls, path)

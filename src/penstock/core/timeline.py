@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class Timeline(files.Saved):
     """One iteration over time, from 0 to `iteration_s`.
 
     spans    compute and every link
@@ -116,10 +116,6 @@ class Timeline:
         """Bytes that left the device."""
         return self.moved_bytes("device_to_host", "disk_write")
 
-    def save(self, path: str | Path) -> None:
-        """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""
-        files.save(self, path)
-
     def save_chrome_trace(self, path: str | Path, *others: Timeline) -> None:
         """Write to ``path`` what https://ui.perfetto.dev and chrome://tracing open: kernels, transfers by
         link, stalls, and memory by tier. Gzipped where the name ends in ``.gz``.
@@ -129,11 +125,6 @@ class Timeline:
         Raises OSError where the file cannot be written.
         """
         files.write(msgspec.json.encode(chrome_trace([self, *others])), path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Timeline:
-        """Read what `save` wrote. Raises InvalidFile where it is something else."""
-        return files.load(cls, path)
 
 
 # -- the Trace Event Format, which Perfetto and chrome://tracing open --------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +67,7 @@ class Periods:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(files.Saved):
     """One iteration: K kernels in execution order and T tensors.
 
     A tensor is a storage: views are uses of it. Indices of kernels are half-open: a tensor
@@ -388,15 +387,6 @@ class Trace:
         for kernel, name in enumerate(self.kernel_name):
             density[self.outputs[kernel]] = by_kernel.get(name, 1.0)
         return replace(self, tensor_density=density)
-
-    def save(self, path: str | Path) -> None:
-        """Write to ``path`` as versioned JSON, gzipped where the name ends in ``.gz``."""
-        files.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote. Raises InvalidFile where it is something else."""
-        return files.load(cls, path)
 
 
 def within_budget(trace: Trace, budget_bytes: int, lossy: str | None = None) -> Trace:

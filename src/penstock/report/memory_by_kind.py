@@ -148,11 +148,10 @@ class _Memory:
                 # the earlier one as soon as it ends.
                 begin_s = self.start_of(birth) if birth else 0.0
                 end_s = self.end_of(death - 1) if death < self.kernels else self.iteration_s
-                self.changes += [(begin_s, kind, size), (end_s, kind, -size)]
+                self.between(begin_s, end_s, kind, size)
         for kernel in np.flatnonzero(trace.kernel_workspace_bytes).tolist():
             size = int(trace.kernel_workspace_bytes[kernel])
-            self.changes.append((self.start_of(kernel), WORKSPACE, size))
-            self.changes.append((self.end_of(kernel), WORKSPACE, -size))
+            self.between(self.start_of(kernel), self.end_of(kernel), WORKSPACE, size)
 
     def start_of(self, kernel: int) -> float:
         later, within = divmod(kernel, self.kernels)
@@ -170,10 +169,8 @@ class _Memory:
 
     def between(self, begin_s: float, end_s: float, kind: int, size: int) -> None:
         """From one moment to another; what reaches beyond the iteration goes on at its beginning."""
-        parts = [(begin_s, min(end_s, self.iteration_s)), (0.0, end_s - self.iteration_s)]
-        if begin_s >= self.iteration_s:
-            parts = [(begin_s - self.iteration_s, end_s - self.iteration_s)]
-        for since_s, until_s in parts:
+        for later_s in (0.0, self.iteration_s):
+            since_s, until_s = max(begin_s - later_s, 0.0), min(end_s - later_s, self.iteration_s)
             if until_s > since_s:
                 self.changes += [(since_s, kind, size), (until_s, kind, -size)]
 
