@@ -27,7 +27,7 @@ def play(actions: list[int], extents: Extents) -> tuple[list[Extent], list[Exten
         try:
             extent = extents.allocate(action)
         except SpillSpaceFull:
-            assert all(end - start < action for start, end in extents.free_ranges())
+            assert all(end - start < action for start, end in extents.free)
             continue
         assert extent.size_bytes >= action
         assert extent.offset % ALIGNMENT_BYTES == extent.size_bytes % ALIGNMENT_BYTES == 0
@@ -40,7 +40,7 @@ def play(actions: list[int], extents: Extents) -> tuple[list[Extent], list[Exten
 
 def check_ranges(extents: Extents, alive: list[Extent]) -> None:
     """Live extents and free ranges tile [0, end) exactly; free ranges never touch each other."""
-    free = extents.free_ranges()
+    free = extents.free
     tiles = sorted(free + [(extent.offset, extent.end) for extent in alive])
     edges = [0, *(edge for tile in tiles for edge in tile), extents.end]
     assert edges[::2] == edges[1::2]
@@ -57,7 +57,7 @@ def test_extents_are_disjoint_and_end_as_one_free_range(
     for extent in alive:
         extents.release(extent)
     assert extents.used_bytes == 0
-    assert extents.free_ranges() in ([], [(0, extents.end)])
+    assert extents.free in ([], [(0, extents.end)])
     assert capacity_bytes is None or extents.end <= capacity_bytes
 
 

@@ -351,7 +351,7 @@ def test_a_file_to_swap_to_has_no_name_and_counts(tmp_path: Path) -> None:
         space.allocate(4 * MIB)
         direct, buffered, capacity_bytes, begin = space.swap_file()
         assert (capacity_bytes, begin) == (12 * MIB, 0)
-        assert space.swap_file(2 * MIB) == (direct, buffered, 2 * MIB, 0)  # the same file
+        assert space.swap_file()[:2] == (direct, buffered), "it is the same file"
         assert list(tmp_path.iterdir()) == []
         status = os.fstat(buffered)
         assert status.st_nlink == 0 and status.st_mode & 0o777 == 0o600

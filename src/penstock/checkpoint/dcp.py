@@ -73,6 +73,9 @@ class _Directory:
         if checkpoint_id is not None:
             self.directory = path_of(checkpoint_id)
 
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
 
 class Writer(_Directory, StorageWriter):
     """For the ``storage_writer`` of torch.distributed.checkpoint's `save` and `async_save`.
@@ -89,9 +92,6 @@ class Writer(_Directory, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Rank 0 makes a folder, and tells each where to write."""
@@ -116,11 +116,9 @@ class Writer(_Directory, StorageWriter):
         for item in plan.items:
             data = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
-                tensor = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
-            else:
-                tensor = data.detach()
+                data = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
             name = _name(item.index)
-            state[name] = tensor
+            tensor = state[name] = data.detach()
             results.append(WriteResult(item.index, tensor.nbytes, (plan.storage_data, name)))
         if state:
             save(state, self.directory / plan.storage_data)
@@ -180,9 +178,6 @@ class Reader(_Directory, StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self._where: dict[MetadataIndex, tuple[str, str]] = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -279,13 +274,13 @@ def _index_of(metadata: Metadata, where: dict[MetadataIndex, tuple[str, str]]) -
         ]
         state[fqn] = {"dtype": stored.properties.dtype, "size": list(stored.size), "chunks": chunks}
     try:
-        mappings = {fqn: list(path) for fqn, path in (metadata.planner_data or {}).items()}
+        said = metadata.planner_data
+        paths = None if said is None else {fqn: list(path) for fqn, path in said.items()}
     except (AttributeError, TypeError):
         raise InvalidArgument(
             "the index cannot hold what this save planner says of the state: use DefaultSavePlanner"
         ) from None
-    has_mappings = metadata.planner_data is not None
-    return {"format": FORMAT, "version": VERSION, "state": state, "paths": mappings if has_mappings else None}
+    return {"format": FORMAT, "version": VERSION, "state": state, "paths": paths}
 
 
 def _metadata_of(index: Any, path: Path) -> Metadata:

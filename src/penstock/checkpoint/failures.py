@@ -35,9 +35,8 @@ def shown(names: Sequence[str]) -> str:
 def cannot_write(
     path: Path, error: OSError, size_bytes: int, offset: int | None = None, replaced: bool = False
 ) -> CheckpointError:
-    """The checkpoint of ``size_bytes`` at ``path`` could not be written.
+    """The checkpoint of ``size_bytes`` at ``path`` could not be written, at the byte ``offset``.
 
-    offset     of the byte at which that happened, where it is known
     replaced   it happened after the new file had taken the old one's place
     """
     permission = f"Give yourself the permission to write to it and to {path.parent}, or save somewhere else."
@@ -53,19 +52,14 @@ def cannot_write(
         errno.EDQUOT: f"{needed} Raise your quota, or save to another disk.",
         errno.EFBIG: f"{needed} Raise the limit on the size of a file (ulimit -f), or save to another disk.",
     }.get(error.errno or 0, f"{_DISK}, or save to another one.")
+    kept = "The file that was there is unchanged." if os.path.isfile(path) else "Nothing was left there."
     if replaced:
         kept = "The new file is in place, but a power failure could bring the old one back."
-    else:
-        kept = "The file that was there is unchanged." if os.path.isfile(path) else "Nothing was left there."
     return _failed(f"checkpoint {path} cannot be written", offset, "", error, f"{remedy} {kept}")
 
 
 def cannot_read(path: Path, error: OSError, offset: int | None = None, tensors: str = "") -> CheckpointError:
-    """The file at ``path`` could not be read.
-
-    offset    of the byte at which that happened, where it is known
-    tensors   names of those that were to be read
-    """
+    """The file at ``path`` could not be read, at the byte ``offset`` of these tensors."""
     remedy = {
         **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "Give the path of a checkpoint that exists."),
         errno.EISDIR: "Give the path of a file.",

@@ -79,12 +79,11 @@ _json = json.JSONDecoder()
 
 
 class Entry(NamedTuple):
-    """The bytes of one tensor.
+    """The bytes [begin, end) of the data section, which are one tensor.
 
-    dtype        safetensors' name, a key of `ITEM_BYTES`
-    shape        as torch holds it: F4 counts pairs along the last dimension
-    begin, end   offsets in the data section, in bytes, half-open
-    crc32c       of the bytes; None where the writer gave none
+    dtype    safetensors' name, a key of `ITEM_BYTES`
+    shape    as torch holds it: F4 counts pairs along the last dimension
+    crc32c   of the bytes; None where the writer gave none
     """
 
     name: str
@@ -172,11 +171,7 @@ def header_bytes(first8: bytes, file_bytes: int, path: str | Path) -> int:
 
 
 def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
-    """Read a header.
-
-    data         the header's bytes, as many as `header_bytes` says
-    file_bytes   size of the whole file
-    path         of the file, for messages
+    """Read a header: as many bytes as `header_bytes` says, of a file of ``file_bytes``.
 
     Raises InvalidCheckpoint where the header is damaged, or says what cannot be.
     """
@@ -198,12 +193,9 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     entries, metadata = _Text(text, path).read()
     _check_cover(entries, file_bytes - length, path)
     if not checked:
-        for key in RESERVED_KEYS:
-            if key in metadata:
-                raise damaged(
-                    path,
-                    f"penstock wrote it, as {key!r} says, and its header does not begin as it was written",
-                )
+        if mark := next((key for key in RESERVED_KEYS if key in metadata), None):
+            problem = f"penstock wrote it, as {mark!r} says, and its header does not begin as it was written"
+            raise damaged(path, problem)
         return Header(tuple(entries), metadata, None, length, False)
     del metadata[_HEADER_KEY]
     if (version := metadata.pop(_FORMAT_KEY, "")) != _FORMAT:
@@ -226,44 +218,35 @@ class _Text:
 
     def read(self) -> tuple[list[Entry], dict[str, str]]:
         """The entries by offset, and the metadata."""
-        entries: dict[str, Entry] = {}
-        metadata: dict[str, str] | None = None
-        for name in self._members():
-            if name == _METADATA:
-                if metadata is not None:
-                    self._fail(f"{_METADATA} is there twice")
-                metadata = self._metadata()
-            elif name in entries:
-                self._fail(f"tensor {_short(name)} is there twice")
+        entries: list[Entry] = []
+        metadata: dict[str, str] = {}
+        for name in self._members("tensor"):
+            if name != _METADATA:
+                entries.append(self._entry(name))
+            elif self._text.startswith("null", self._at):
+                self._at += len("null")
             else:
-                entries[name] = self._entry(name)
+                metadata = {key: self._string() for key in self._members("the metadata")}
         if self._at != len(self._text):
             self._fail(f"text follows the header's end: {_short(self._text[self._at : self._at + 80])}")
-        return sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)), metadata or {}
+        return sorted(entries, key=lambda entry: (entry.begin, entry.end)), metadata
 
-    def _members(self) -> Iterator[str]:
+    def _members(self, kind: str) -> Iterator[str]:
         """The keys of an object. The caller reads each value before it asks for the next key."""
         self._take(_OPEN, "{")
         if self._text.startswith("}", self._at):
             self._take(_NEXT, "}")
             return
+        keys: set[str] = set()
         while True:
             key = self._string()
+            if key in keys:
+                self._fail(f"{kind} {_short(key)} is there twice")
+            keys.add(key)
             self._take(_COLON, ":")
             yield key
             if self._take(_NEXT, ", or }")[1] == "}":
                 return
-
-    def _metadata(self) -> dict[str, str]:
-        if self._text.startswith("null", self._at):
-            self._at += len("null")
-            return {}
-        metadata: dict[str, str] = {}
-        for key in self._members():
-            if key in metadata:
-                self._fail(f"the metadata {_short(key)} is there twice")
-            metadata[key] = self._string()
-        return metadata
 
     def _entry(self, name: str) -> Entry:
         match = _ENTRY.match(self._text, self._at)
@@ -276,12 +259,11 @@ class _Text:
         return _checked(Entry(name, dtype, shape, int(begin), int(end)), self._path)
 
     def _string(self) -> str:
-        """A string; where there is none, or one that UTF-8 cannot express, the file is refused."""
         if not self._text.startswith('"', self._at):
             self._fail(f"a text in quotes is missing at {_short(self._text[self._at : self._at + 80])}")
         try:
             value, self._at = _json.raw_decode(self._text, self._at)
-            value.isascii() or value.encode()
+            value.isascii() or value.encode()  # half of a surrogate pair is no UTF-8
         except ValueError as error:
             self._fail(f"a text is not what JSON allows ({error})")
         return str(value)
@@ -300,7 +282,7 @@ class _Text:
 
 
 def _checked(entry: Entry, path: str | Path) -> Entry:
-    """``entry`` as torch holds it, if it can and the size is right."""
+    """``entry`` as torch holds it."""
     shape, item_bytes = entry.shape, ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
         raise InvalidCheckpoint(
@@ -312,11 +294,10 @@ def _checked(entry: Entry, path: str | Path) -> Entry:
         if not shape or shape[-1] % 2:
             problem = f"has shape {_short(shape)}, and F4 comes in pairs along the last dimension"
         shape = (*shape[:-1], shape[-1] // 2) if shape else shape
-    taken_bytes = item_bytes * math.prod(shape)
     # torch counts strides as if no dimension were empty.
     if item_bytes * math.prod(max(size, 1) for size in shape) >= 1 << 63:
         problem = problem or f"has shape {_short(shape)}, more elements than a tensor can have"
-    elif not problem and taken_bytes != given_bytes:
+    elif not problem and (taken_bytes := item_bytes * math.prod(shape)) != given_bytes:
         problem = (
             f"has {given_bytes} bytes of data, from {entry.begin} to {entry.end}, and {entry.dtype} of shape "
             f"{_short(entry.shape)} takes {taken_bytes}"

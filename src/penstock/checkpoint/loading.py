@@ -137,7 +137,7 @@ def fill_pairs(
 
     entries   of the file, mapped, which what is saved is views of
     mapped    read through the page cache, else past it
-    wanted    entries that are read, and verified; None for all
+    wanted    as of `reading.fill`
 
     Raises CheckpointError and InvalidCheckpoint, which say what was overwritten.
     """
@@ -168,8 +168,8 @@ def fill_pairs(
         file = reading.map_file(source) if mapped else None
         reading.fill(source, destination, file, verify, on_host=on_host, wanted=wanted)
     except CheckpointError as error:
-        names = list(overwritten)
-        what = f"Overwritten until then: {shown(names)}." if names else "Nothing was overwritten."
+        names = shown(list(overwritten))
+        what = f"Overwritten until then: {names}." if names else "Nothing was overwritten."
         extended = type(error)(f"{error} {what}")
         extended.errno = error.errno
         raise extended from error
@@ -197,7 +197,6 @@ def _bytes_as_saved(pair: Pair) -> torch.Tensor | None:
 
 
 def _log_foreign(source: Source) -> None:
-    """Say once that files of other writers have no checksums."""
     global _logged_foreign
     if not _logged_foreign:
         _logged_foreign = True
@@ -213,10 +212,7 @@ def _log_foreign(source: Source) -> None:
 
 def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]:
     """The device of each tensor, in the order of the entries; where ``map_location`` is a function, that
-    on which it was saved.
-
-    Raises DeviceUnavailable, InvalidArgument, or InvalidCheckpoint.
-    """
+    on which it was saved."""
     saved = _saved_devices(source)
     locations = [saved.get(entry.name, "cpu") for entry in source.header.entries]
     if callable(map_location):
@@ -228,12 +224,9 @@ def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]
 
 
 def _saved_devices(source: Source) -> dict[str, str]:
-    """By name, the devices of tensors that were not in the memory of the CPU. Raises InvalidCheckpoint."""
-    text = source.header.metadata.get(DEVICES)
-    if text is None:
-        return {}
+    """By name, the devices of tensors that were not in the memory of the CPU."""
     try:
-        devices = json.loads(text)
+        devices = json.loads(source.header.metadata.get(DEVICES, "{}"))
         for device in set(devices.values()):
             torch.device(device)
     except (ValueError, RuntimeError, AttributeError, TypeError, RecursionError) as error:

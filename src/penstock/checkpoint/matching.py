@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.failures import shown
+from penstock.checkpoint.tree import below
 
 _NOTHING: Any = object()
 _WRAPPER = "module."  # DistributedDataParallel and DataParallel have the model there
@@ -90,10 +91,10 @@ class Match:
                 self.pairs.append(Pair(path, into, saved))
         elif isinstance(into, Mapping) and isinstance(saved, Mapping):
             for key in {**saved, **into}:
-                self._compare(_below(path, key), saved.get(key, _NOTHING), into.get(key, _NOTHING))
+                self._compare(below(path, key), saved.get(key, _NOTHING), into.get(key, _NOTHING))
         elif isinstance(into, list | tuple) and isinstance(saved, list | tuple):
             for index, both in enumerate(zip_longest(saved, into, fillvalue=_NOTHING)):
-                self._compare(_below(path, index), *both)
+                self._compare(below(path, index), *both)
         else:
             self._missing.extend(name or "the tensor" for name, _ in named_tensors(into, path))
             self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
@@ -105,7 +106,7 @@ class Match:
         params = [_member(group, "params") for group in groups] if isinstance(groups, list) else None
         found = params and [len(each) if isinstance(each, list) else None for each in params]
         if found != expected:
-            self._different.append(f"{_below(path, 'param_groups')} (of {found} parameters, not {expected})")
+            self._different.append(f"{below(path, 'param_groups')} (of {found} parameters, not {expected})")
         elif not state["state"]:
             state["state"] = _allocated(_member(saved, "state"))
 
@@ -161,8 +162,8 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
-        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from named_tensors(below, _below(path, key))
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from named_tensors(inner, below(path, key))
     elif isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         yield from named_tensors(value.state_dict(), path)
 
@@ -174,10 +175,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, Mapping | torch.nn.Module | torch.optim.Optimizer):
         return "a dict"
     return "a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-
-
-def _below(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 def _member(value: Any, key: str) -> Any:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from penstock.checkpoint.failures import TIMEOUT_S
 from penstock.checkpoint.header import Entry
 from penstock.storage.aligned import AlignedBuffer, align_down
@@ -25,10 +27,7 @@ _CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk tha
 
 
 class Part(NamedTuple):
-    """The bytes [offset, end) of the file, all of one tensor.
-
-    entry   index of the tensor
-    """
+    """The bytes [offset, end) of the file, all of the tensor with the index ``entry``."""
 
     entry: int
     offset: int
@@ -40,10 +39,7 @@ class Part(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The bytes [offset, end) of the file, moved by one request.
-
-    parts   the parts of tensors that lie in it, in order
-    """
+    """The bytes [offset, end) of the file, moved by one request, and the parts of tensors there, in order."""
 
     offset: int
     end: int
@@ -84,7 +80,6 @@ class Checksums:
         self._parts: list[list[tuple[int, int, int]]] = [[] for _ in entries]
 
     def add(self, part: Part, crc: int) -> None:
-        """Take ``crc``, the checksum of the bytes of ``part``."""
         self._parts[part.entry].append((part.offset, part.size_bytes, crc))
 
     def of(self, index: int) -> int:
@@ -95,12 +90,11 @@ class Checksums:
         return total
 
     def damaged(self, added: Collection[int] | None = None) -> list[str]:
-        """Names of the tensors whose checksum differs from that of their entry; of all, or those that were
-        added."""
+        """Names of the tensors, of those ``added``, whose checksum differs from that of their entry."""
         return [
-            self._entries[index].name
-            for index in (range(len(self._entries)) if added is None else sorted(added))
-            if self._entries[index].crc32c not in (None, self.of(index))
+            entry.name
+            for index, entry in enumerate(self._entries)
+            if (added is None or index in added) and entry.crc32c not in (None, self.of(index))
         ]
 
 
@@ -195,7 +189,7 @@ class BufferPool:
 
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
-        self._make = PinnedBuffer if pinned and _has_accelerator() else AlignedBuffer
+        self._make = PinnedBuffer if pinned and torch.accelerator.is_available() else AlignedBuffer
         whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _short
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
@@ -217,13 +211,5 @@ class PinnedBuffer:
     """Page-locked memory, which begins at a page."""
 
     def __init__(self, size_bytes: int) -> None:
-        import torch  # here, since looking at a checkpoint does without
-
         self._data = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         self.address = self._data.data_ptr()
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()

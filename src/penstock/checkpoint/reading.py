@@ -40,7 +40,6 @@ Destination = Callable[[int], torch.Tensor | None]
 
 
 def map_file(source: Source) -> MappedFile:
-    """Raises CheckpointError."""
     try:
         return MappedFile(source.file.buffered, source.size_bytes)
     except OSError as error:
@@ -50,7 +49,7 @@ def map_file(source: Source) -> MappedFile:
 def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, as copy-on-write views of the page cache.
 
-    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
+    Raises as `fill`.
     """
     mapped = map_file(source)
     if verify and source.header.written_by_penstock:
@@ -60,10 +59,7 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
 
 
 def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
-    """The tensors, in the order of the entries, in memory of their own.
-
-    Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
-    """
+    """The tensors, in the order of the entries, in memory of their own. Raises as `fill`."""
     begin = align_down(source.header.data_offset, source.file.alignment_bytes)
     try:
         memory = OwnMemory(source.size_bytes - begin)
@@ -92,10 +88,7 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
 def read_to(
     source: Source, devices: Sequence[torch.device], mapped: bool, verify: bool = True
 ) -> list[torch.Tensor]:
-    """The tensors, in the order of the entries, each on a device of its own.
-
-    Raises as `fill` does.
-    """
+    """The tensors, in the order of the entries, each on a device of its own. Raises as `fill`."""
     tensors = [
         torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
         for entry, device in zip(source.header.entries, devices, strict=True)
@@ -120,7 +113,7 @@ def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = T
 
 
 def verify_all(source: Source) -> None:
-    """Read the file whole, and compare all checksums. Raises CheckpointError, InvalidCheckpoint."""
+    """Read the file whole, and compare all checksums. Raises as `fill`."""
     fill(source, _nowhere, map_file(source) if source.is_cached else None)
 
 
@@ -213,8 +206,6 @@ def _read(
     take    gives the address for a piece, and the memory that is there
     use     called with a piece, and the address at which its bytes are
     give    called with its memory afterwards
-
-    Raises CheckpointError.
     """
 
     def to_read(piece: Piece) -> Transfer:
@@ -287,10 +278,7 @@ class OwnMemory(AlignedBuffer):
 
 
 class MappedFile:
-    """The first ``size_bytes`` of an open file as copy-on-write memory. Raises OSError.
-
-    address   of the first byte
-    """
+    """The first ``size_bytes`` of an open file as copy-on-write memory. Raises OSError."""
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -305,10 +293,7 @@ class MappedFile:
         return memoryview(self._mapping)[begin:end]
 
     def populate(self, begin: int, end: int) -> None:
-        """Bring the bytes in by one call, which fails where touching them would end the process.
-
-        Raises OSError.
-        """
+        """Bring the bytes in. Raises OSError where touching them would end the process."""
         # EINVAL is of a kernel that does not know the advice.
         if _populate(self.address, begin, end, _MADV_POPULATE_READ) not in (0, errno.EINVAL):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -342,14 +327,13 @@ def _release_pages(begin: int, end: int) -> None:
 
 
 def _populate(address: int, begin: int, end: int, advice: int) -> int:
-    """Bring in the pages of [begin, end) from the address on, without the GIL. Gives 0, or an errno."""
+    """Bring in the pages of [begin, end) from the address on. Gives 0, or an errno."""
     low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
     failed = _library.madvise(ctypes.c_void_p(address + low), ctypes.c_size_t(high - low), advice)
     return ctypes.get_errno() if failed else 0
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Its bytes are in the memory of the CPU."""
     return tensor.device.type == "cpu"
 
 

@@ -32,10 +32,7 @@ class Replacement(files.Closing):
     `commit`, or, where the file system has no such files, a hidden one. What a killed process leaves
     under a hidden name is removed by the next Replacement of the same file.
 
-    path         of the file that is replaced
     size_bytes   how many are allocated now, so that a full disk shows at once
-    opened       the open file
-    file         to be given to transports
     committed    the new file is at `path`
 
     Raises OSError where no file can be written at ``path``.
@@ -76,7 +73,7 @@ class Replacement(files.Closing):
             _free_in_background(replaced)
 
     def close(self) -> None:
-        """Remove the file unless it was committed. Idempotent."""
+        """Remove the file unless it was committed."""
         if self._hidden is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._hidden)
@@ -213,7 +210,6 @@ def _keep_allocated(path: Path) -> int:
 
 
 def _free_in_background(descriptor: int) -> None:
-    """Close ``descriptor``, and so free its file's space, in the background."""
     if descriptor < 0:
         return
     thread = threading.Thread(target=os.close, args=(descriptor,), name="penstock-free", daemon=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from penstock.storage.transfer import Transfer
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
 
 Metadata: TypeAlias = Mapping[str, str] | None
+_Gathered: TypeAlias = tuple[Piece, int, AlignedBuffer | PinnedBuffer]  # its bytes are there, in the buffer
 
 
 @overload
@@ -197,7 +198,7 @@ def _write_through(contents: _Contents, replacement: Replacement) -> None:
         for piece in cut(contents.entries, contents.header_bytes):
             buffer = pool.take()
             _gather(contents, piece, buffer.address, checksums)
-            yield _Gathered(piece, buffer.address, buffer)
+            yield piece, buffer.address, buffer
 
     _write(contents, checksums, gathered(), replacement, pool.give)
 
@@ -211,27 +212,18 @@ def _snapshot(contents: _Contents) -> Iterator[Callable[[Replacement], None]]:
     """
     buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
     begin, checksums = contents.header_bytes, Checksums(contents.entries)
-    gathered = [
-        _Gathered(piece, buffer.address + piece.offset - begin, buffer)
-        for piece in cut(contents.entries, begin)
+    gathered: list[_Gathered] = [
+        (piece, buffer.address + piece.offset - begin, buffer) for piece in cut(contents.entries, begin)
     ]
     # From a device in order, so that copies come after what the caller's streams have been told to do.
     run = in_parallel if contents.on_host else in_order
-    run(lambda each: _gather(contents, each.piece, each.address, checksums), gathered)
+    run(lambda each: _gather(contents, each[0], each[1], checksums), gathered)
     del buffer
     contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
     try:
         yield partial(_write, contents, checksums, gathered)
     finally:
         gathered.clear()
-
-
-class _Gathered(NamedTuple):
-    """A piece whose bytes are at an address of a buffer."""
-
-    piece: Piece
-    address: int
-    buffer: AlignedBuffer | PinnedBuffer
 
 
 def _write(

@@ -52,16 +52,11 @@ def _open_regular(path: Path) -> int:
 class Source(files.Closing):
     """A checkpoint, open for reading. A context manager.
 
-    The file is opened once: one that replaces it meanwhile is not seen.
-
-    path        as given
-    opened      the open file
-    file        to be given to transports
-    size_bytes  of the whole file
+    The file is opened once: one that replaces it meanwhile is not seen. Raises CheckpointError where there is
+    none, or it cannot be read.
     """
 
     def __init__(self, path: PathLike) -> None:
-        """Raises CheckpointError where there is no such file, or it cannot be read."""
         self.path = path_of(path)
         try:
             self.opened = files.from_descriptor(_open_regular(self.path), os.fspath(self.path))
@@ -77,7 +72,6 @@ class Source(files.Closing):
 
     @property
     def is_torch(self) -> bool:
-        """The file is one of torch.save."""
         return self._beginning.startswith(_ZIP)
 
     @cached_property
@@ -96,7 +90,6 @@ class Source(files.Closing):
         return cached_share(self.file.buffered) >= _CACHED_SHARE
 
     def read_ahead(self) -> None:
-        """Have the system begin to bring all of the file into the page cache."""
         with contextlib.suppress(OSError):  # it is only advice
             os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
 

@@ -84,7 +84,6 @@ class _Use(NamedTuple):
     """A tensor of the state.
 
     number       in the order of the state
-    node         what the tree says of it, completed when entries are laid out
     begin, end   the bytes of its storage from its first element to its last, half-open
     """
 
@@ -105,12 +104,11 @@ class Collected:
 
     def __init__(self) -> None:
         self._uses: list[_Use] = []
-        self._nodes: dict[int, Node] = {}
-        self._kept: list[object] = []  # what is known by its id must stay
+        self._nodes: dict[int, tuple[Node, object]] = {}  # by id of the value, which must stay
 
     def known(self, value: object) -> Node | None:
         """The node of ``value``, if it was added: one object has one node."""
-        return self._nodes.get(id(value))
+        return self._nodes.get(id(value), (None, None))[0]
 
     def add(self, tensor: torch.Tensor, place: str) -> Node:
         """The node for ``tensor``, complete after `lay_out`."""
@@ -135,8 +133,7 @@ class Collected:
                 place, f"it needs {end} bytes of its storage, which was resized to {held}. {remedy}"
             )
         self._uses.append(_Use(len(self._uses), place, tensor, node, begin, end))
-        self._nodes[id(value)] = node
-        self._kept.append(value)
+        self._nodes[id(value)] = node, value
 
     def lay_out(self) -> list[Stored]:
         """The entries, in the order of the state. Completes all nodes.
@@ -208,14 +205,15 @@ def _alone(uses: Sequence[_Use]) -> tuple[_Use, torch.Tensor]:
         data, begin = _range(tensor, tensor.dtype, use.begin, use.end)
         _describe_views(uses, begin)
         return use, data
-    for node in (each.node for each in uses):
-        if is_expanded:
-            expanded = zip(tensor.stride(), row_major(shape), strict=True)
-            node["shape"] = list(tensor.shape)
-            node["stride"] = [0 if step == 0 else new for step, new in expanded]
-            node["offset"] = 0
-        elif (kept := dense(shape, stride)) != row_major(shape):
-            node["stride"] = list(kept)
+    view: Node = {}
+    if is_expanded:
+        expanded = zip(tensor.stride(), row_major(shape), strict=True)
+        strides = [0 if step == 0 else new for step, new in expanded]
+        view = {"shape": list(tensor.shape), "stride": strides, "offset": 0}
+    elif (kept := dense(shape, stride)) != row_major(shape):
+        view = {"stride": list(kept)}
+    for each in uses:
+        each.node.update(view)
     data = core.view(torch.uint8) if core.itemsize == 1 else core  # torch cannot copy some types of one byte
     return use, data.contiguous().view(core.dtype)
 
@@ -251,9 +249,8 @@ def _range(tensor: torch.Tensor, dtype: torch.dtype, begin: int, end: int) -> tu
 def _describe_views(uses: Sequence[_Use], begin: int) -> None:
     """Say in the nodes which elements they are, of data that begins at byte ``begin`` of the storage."""
     for use in uses:
-        use.node["shape"] = list(use.tensor.shape)
-        use.node["stride"] = list(use.tensor.stride())
-        use.node["offset"] = (use.begin - begin) // use.tensor.itemsize
+        offset = (use.begin - begin) // use.tensor.itemsize
+        use.node.update(shape=list(use.tensor.shape), stride=list(use.tensor.stride()), offset=offset)
 
 
 def _stored(name: str, data: torch.Tensor, place: str) -> Stored:
@@ -303,7 +300,7 @@ class Rebuilt:
         self._restrided: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def entry(self, name: object) -> torch.Tensor:
-        """The entry of this name. Raises InvalidCheckpoint where there is none."""
+        """The entry of this name. Raises InvalidCheckpoint."""
         if not isinstance(name, str) or name not in self._tensors:
             self._fail(name, "is not there")
         return self._tensors[name]
@@ -323,8 +320,7 @@ class Rebuilt:
         Raises InvalidCheckpoint.
         """
         entry = self.entry(name)
-        same = f"{name} {dtype.str}"
-        if same in self._arrays:
+        if (same := f"{name} {dtype.str}") in self._arrays:
             return self._arrays[same]
         shape = tuple(entry.shape)
         if entry.itemsize != dtype.itemsize:
@@ -361,9 +357,7 @@ class Rebuilt:
         if shape is None and offset is None:
             whole = self._whole(name, entry, dtype)
             return whole if stride is None else self._with_strides(name, whole, stride)
-        if not (
-            _are_sizes(shape) and _are_sizes(stride) and _are_sizes([offset]) and len(stride) == len(shape)
-        ):
+        if not all(map(_are_sizes, (shape, stride, [offset]))) or len(stride) != len(shape):
             self._fail(
                 name, f"is a view of shape {shape!r:.100}, strides {stride!r:.100}, offset {offset!r:.100}"
             )

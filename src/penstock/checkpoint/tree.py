@@ -111,7 +111,7 @@ class _Flattening:
         elif kind is OrderedDict:
             node = self._ordered(value, place)
         else:
-            node = [self._value(item, _below(place, index)) for index, item in enumerate(value)]
+            node = [self._value(item, below(place, index)) for index, item in enumerate(value)]
             if kind is not list:
                 node = {"$size" if kind is torch.Size else "$tuple": node}
         self._above.remove(id(value))
@@ -119,12 +119,12 @@ class _Flattening:
 
     def _dict(self, value: dict[Any, Any], place: str) -> Node:
         if all(type(key) is str and not key.startswith("$") for key in value):
-            node = {key: self._value(item, _below(place, key)) for key, item in value.items()}
-            self._dicts.append((node, _below(place, "")))
+            node = {key: self._value(item, below(place, key)) for key, item in value.items()}
+            self._dicts.append((node, below(place, "")))
             return node
         return {
             "$dict": [
-                [self._key(key, place), self._value(item, _below(place, key))] for key, item in value.items()
+                [self._key(key, place), self._value(item, below(place, key))] for key, item in value.items()
             ]
         }
 
@@ -132,7 +132,7 @@ class _Flattening:
         node = {"$OrderedDict": self._dict(value, place)}
         attributes = dict(vars(value))
         if "_metadata" in attributes:
-            node["_metadata"] = self._value(attributes.pop("_metadata"), _below(place, "_metadata"))
+            node["_metadata"] = self._value(attributes.pop("_metadata"), below(place, "_metadata"))
         if attributes:
             remedy = "Save OrderedDict(it), and the attributes beside it."
             raise cannot_save(
@@ -355,7 +355,7 @@ def _abbreviate(node: Node, prefix: str) -> None:
             node["prefix"] = prefix
 
 
-def _below(place: str, key: object) -> str:
+def below(place: str, key: object) -> str:
     return f"{place}.{key}" if place else str(key)
 
 

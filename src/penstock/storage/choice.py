@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.storage.costs import KINDS, Entry, Kind, Tables, size_class
+from penstock.storage.costs import KINDS, Entry, Kind, Tables
 from penstock.storage.rounds import MODES, ChoiceReport, Rounds, shares
 from penstock.units import format_bytes
 
@@ -49,12 +49,11 @@ SHORTEST_S = 1e-9  # clocks give no less, and no time at all has no rate
 class PathCost:
     """The costs of one path for one kind of transfer of one size class: seconds per byte.
 
-    weight      of its costs where they are compared: `COPYING` for one that copies, else 1
-    latest      the last `WINDOW` costs
-    cost        their median; infinite where there are none
-    least       of the last three, the least
+    weight      of its costs where they are compared: `COPYING` for one that copies
+    cost        the median of the latest; infinite where there are none
+    least       of the last three
     count       costs seen
-    in_flight   explorations asked for that are not over
+    in_flight   explorations that are not over
     loaded      its first costs are known from before
     due_s       it may be explored again once its class has earned so much
     """
@@ -78,6 +77,9 @@ class PathCost:
     def tries(self) -> int:
         return self.count + self.in_flight
 
+    def end_exploration(self) -> None:
+        self.in_flight = max(self.in_flight - 1, 0)
+
     def add(self, cost: float) -> None:
         self.latest.append(cost)
         last = list(self.latest)[-EXPLORATIONS:]
@@ -98,13 +100,10 @@ class SizeClass:
     """What is known of the sizes ``[2**number, 2**(number + 1))``.
 
     waits      others explore it: the best that is known is used until `learn`
-    records    by kind of transfer and path
-    best       by kind of transfer and medium
     home       the medium that is written to, where it has room
     untried    kinds of transfer and media of which the first explorations are not over
     earned_s   what each path was allowed to spend on explorations so far
-    asks       transfers asked for after the first explorations, by kind
-    rounds     for the report
+    asks       transfers asked for after the first explorations
     """
 
     def __init__(self, number: int, paths: Mapping[str, str], copying: Collection[str], waits: bool) -> None:
@@ -125,7 +124,6 @@ class SizeClass:
         self.rounds = {mode: Rounds(mode, self) for mode in MODES}
 
     def among(self, kind: Kind, media: Collection[str]) -> list[PathCost]:
-        """The paths to these media."""
         return [record for record in self.records[kind].values() if record.medium in media]
 
     def best_to(self, kind: Kind, media: Sequence[str]) -> PathCost:
@@ -215,8 +213,6 @@ class Choice:
 
     explores    the path given last is not known to be the best: its cost is worth measuring
     shares      others may explore in place of this choice: a new size class waits for `learn` or `explore`
-
-    Raises InvalidArgument where a path or a kind is unknown.
     """
 
     def __init__(
@@ -227,8 +223,6 @@ class Choice:
         tables: Tables | None = None,
         copying: Collection[str] = (),
     ) -> None:
-        if not paths:
-            raise InvalidArgument("there is no path to move a tensor: name one at least")
         if not 0 <= reexplore < 1:
             raise InvalidArgument(f"reexplore is {reexplore}: it is a share of time, from 0 to below 1")
         self.paths = dict(paths)
@@ -250,35 +244,26 @@ class Choice:
         known = self._class_of(size_bytes)
         among = known.media if media is None else [medium for medium in known.media if medium in media]
         if not among:
+            room = " and ".join(media or ()) or "none"
             raise SpillSpaceFull(
                 f"transfers of {format_bytes(1 << known.number)} and more can be written to "
-                f"{_list(known.media)} only, but there is room in {_list(media or ()) or 'none'}: make room "
-                "there"
+                f"{' or '.join(known.media)} only, but there is room in {room}: make room there"
             )
         return self._choose("write", known, among)
 
     def path_to_read(self, size_bytes: int, medium: str, explore: bool = True) -> str:
-        """The path to read back ``size_bytes`` that were written in ``medium``.
+        """The path to read back ``size_bytes`` that were written in ``medium``: as `path_to_write`.
 
         explore   False: the best of what is known, since what it costs cannot be measured now
-
-        Report its cost to `observe`, or `withdraw` it. Raises InvalidArgument for an unknown medium.
         """
-        known = self._class_of(size_bytes)
-        if medium not in known.media:
-            raise InvalidArgument(f"{medium!r} is no medium: media are {_list(known.media)}")
-        return self._choose("read", known, [medium], explore)
+        return self._choose("read", self._class_of(size_bytes), [medium], explore)
 
     def observe(self, kind: Kind, size_bytes: int, path: str, cost_s: float) -> None:
-        """A transfer of ``size_bytes`` took ``cost_s`` seconds. In any order, however late.
-
-        Raises InvalidArgument for an unknown kind or path, or a cost that is negative or not finite.
-        """
-        if not 0 <= cost_s < math.inf:
-            raise InvalidArgument(f"a transfer cannot cost {cost_s} s: give seconds, zero or more")
-        known, record = self._find(kind, size_bytes, path)
+        """A transfer of ``size_bytes`` took ``cost_s`` seconds. In any order, however late."""
+        known = self._class_of(size_bytes)
+        record = known.records[kind][path]
         cost = max(cost_s, SHORTEST_S) / size_bytes
-        record.in_flight = max(record.in_flight - 1, 0)
+        record.end_exploration()
         known.earned_s += cost * size_bytes * self._earns
         for rounds in known.rounds.values():
             rounds.add(kind, record, cost, size_bytes)  # by what was in use before this cost
@@ -287,16 +272,11 @@ class Choice:
         record.due_s = known.earned_s + known.beyond(kind, record, best) * size_bytes
 
     def withdraw(self, kind: Kind, size_bytes: int, path: str) -> None:
-        """A transfer that was asked for failed, or never began: it has no cost.
-
-        Raises InvalidArgument for an unknown kind or path.
-        """
-        _, record = self._find(kind, size_bytes, path)
-        record.in_flight = max(record.in_flight - 1, 0)
+        """A transfer that was asked for failed, or never began: it has no cost."""
+        self._class_of(size_bytes).records[kind][path].end_exploration()
 
     def learn(self, tables: Tables) -> None:
-        """Take costs that others found: they count as first explorations. Paths that are not among ``paths``,
-        or have another medium there, are ignored."""
+        """Take costs that others found, as those of ``tables``."""
         known: dict[int, list[Entry]] = {}
         for entry in tables.entries:
             if self.paths.get(entry.path) == entry.medium:
@@ -313,7 +293,6 @@ class Choice:
         return {number: known.is_explored() for number, known in self._classes.items()}
 
     def tables(self) -> Tables:
-        """What is known now, to be saved, merged with that of other processes, and loaded again."""
         return Tables(
             tuple(
                 Entry(
@@ -343,7 +322,7 @@ class Choice:
 
     def _choose(self, kind: Kind, known: SizeClass, media: Sequence[str], explore: bool = True) -> str:
         best, explore = known.best_to(kind, media), explore and not known.waits
-        chosen = known.first_exploration(kind, media) if explore and known.untried else None
+        chosen = known.first_exploration(kind, media) if explore else None
         if chosen is None and not best.count:
             chosen = self._neighbour(kind, known, media)
         elif chosen is None and explore and self._reexplores:
@@ -366,19 +345,7 @@ class Choice:
         return known.records[kind][nearest.best_to(kind, media).path]
 
     def _class_of(self, size_bytes: int) -> SizeClass:
-        if (known := self._classes.get(size_bytes.bit_length() - 1)) is None:
-            number = size_class(size_bytes)
+        number = size_bytes.bit_length() - 1
+        if (known := self._classes.get(number)) is None:
             known = self._classes[number] = SizeClass(number, self.paths, self._copying, self.shares)
         return known
-
-    def _find(self, kind: Kind, size_bytes: int, path: str) -> tuple[SizeClass, PathCost]:
-        known = self._class_of(size_bytes)
-        if kind not in known.records:
-            raise InvalidArgument(f"{kind!r} is no kind of transfer: kinds are {_list(KINDS)}")
-        if (record := known.records[kind].get(path)) is None:
-            raise InvalidArgument(f"{path!r} is no path to move a tensor here: paths are {_list(self.paths)}")
-        return known, record
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

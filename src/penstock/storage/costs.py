@@ -1,9 +1,8 @@
 """What was learned about the paths to move a tensor, as a value, and in a file that processes share.
 
 These are Fastensor's dictionaries (section 4): by size class, the cost of each path. Its WDic and RDic
-are the entries of one kind; its WRDic, their sum by medium, follows from them. On machines with several
-devices of one kind, what one process learns serves all (section 4.3), and the next run begins with it; where
-the kinds differ, each has its own entry in the file.
+are the entries of one kind; its WRDic, their sum by medium, follows from them. What one process learns serves
+all on devices of the same kind (section 4.3), and the next run begins with it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from penstock.core import files
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument
 from penstock.storage.nvme import Url
 from penstock.units import format_seconds
 
@@ -30,16 +29,6 @@ logger = logging.getLogger("penstock")
 
 Kind = Literal["write", "read"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-def size_class(size_bytes: int) -> int:
-    """The k of the class ``[2**k, 2**(k + 1))`` that holds ``size_bytes``.
-
-    Raises InvalidArgument where the size is not above zero.
-    """
-    if size_bytes < 1:
-        raise InvalidArgument(f"a transfer of {size_bytes} bytes cannot be: give a size above zero")
-    return size_bytes.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +90,18 @@ class Tables:
 
 
 def _rows_of_class(known: Mapping[tuple[str, str, Kind], Entry]) -> list[Row]:
-    best: dict[tuple[str, Kind], Entry] = {}
-    for (medium, _, kind), entry in known.items():
-        held = best.setdefault((medium, kind), entry)
-        best[medium, kind] = min(held, entry, key=lambda entry: entry.s_per_byte)
+    fastest: dict[tuple[str, Kind], Entry] = {}
+    for (medium, _, kind), entry in sorted(known.items(), key=lambda item: item[1].s_per_byte):
+        fastest.setdefault((medium, kind), entry)
 
     def costs(medium: str) -> tuple[float, float]:
         """By its writes alone where no medium is measured in full."""
-        found = [best[medium, kind].s_per_byte if (medium, kind) in best else math.inf for kind in KINDS]
-        return sum(found), found[0]
+        found = [fastest.get((medium, kind)) for kind in KINDS]
+        write, read = (math.inf if entry is None else entry.s_per_byte for entry in found)
+        return write + read, write
 
-    home = min((medium for medium, _ in best), key=costs)
+    home = min((medium for medium, _ in fastest), key=costs)
+    used = [fastest.get((home, kind)) for kind in KINDS]
     rows = []
     for medium, path in sorted({(medium, path) for medium, path, _ in known}):
         write, read = (known.get((medium, path, kind)) for kind in KINDS)
@@ -124,8 +114,8 @@ def _rows_of_class(known: Mapping[tuple[str, str, Kind], Entry]) -> list[Row]:
                 read_bytes_per_s=1 / read.s_per_byte if read else None,
                 write_samples=write.samples if write else 0,
                 read_samples=read.samples if read else 0,
-                writes=medium == home and write is not None and best[medium, "write"] is write,
-                reads=medium == home and read is not None and best[medium, "read"] is read,
+                writes=write is not None and write is used[0],
+                reads=read is not None and read is used[1],
             )
         )
     return rows
@@ -163,15 +153,19 @@ class CostTables:
     devices: Mapping[str, Tables] = field(default_factory=dict)
 
 
+def _read(path: Path) -> Mapping[str, Tables]:
+    try:
+        return files.load(CostTables, path).devices
+    except FileNotFoundError:
+        return {}
+
+
 def read_tables(path: Path, device: str) -> Tables:
     """What the file at ``path`` knows about devices of that kind; nothing where there is no file.
 
     Raises InvalidFile where it holds something else.
     """
-    try:
-        return files.load(CostTables, path).devices.get(device, Tables())
-    except FileNotFoundError:
-        return Tables()
+    return _read(path).get(device, Tables())
 
 
 def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.0) -> None:
@@ -184,14 +178,10 @@ def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.
     """
     try:
         with _locked(path, timeout_s):
-            devices: Mapping[str, Tables] = {}
-            with contextlib.suppress(FileNotFoundError):
-                devices = files.load(CostTables, path).devices
+            devices = _read(path)
             known = devices.get(device, Tables()).entries
             limited = Tables(tuple(replace(e, samples=min(e.samples, MOST_SAMPLES)) for e in known))
             files.save(CostTables({**devices, device: merge(limited, learned)}), path)
-    except InvalidFile:
-        raise
     except OSError as error:
         logger.warning("what was learned about transfers was not saved to %s: %s", path, error.strerror)
 

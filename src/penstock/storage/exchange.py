@@ -18,13 +18,16 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.options import Explorers
 from penstock.storage.choice import Choice
 from penstock.storage.costs import CostTables, Tables
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 logger = logging.getLogger("penstock")
 
@@ -34,15 +37,6 @@ MOST_TOLD_BYTES = 1 << 20
 _YIELD_S = 0.5  # to the rank whose claim comes first
 _PAUSES_S = (0.02, 0.5)  # between two looks: at first, and where nothing has changed for long
 _CLOSING_S = 2.0
-
-
-class Store(Protocol):
-    """Of torch.distributed."""
-
-    def add(self, key: str, value: int, /) -> int: ...
-    def set(self, key: str, value: bytes, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
 
 
 class Exchange:
@@ -73,7 +67,7 @@ class Exchange:
         self._choices = dict(choices)
         self._one, self._rank, self._ranks = explorers == "one", rank, ranks
         self._claimed: dict[str, bool] = {}  # by key, whether this rank was the first
-        self._seen: set[tuple[str, int]] = set()  # choices and size classes
+        self._seen: dict[str, set[int]] = {name: set() for name in choices}  # size classes
         self._waiting: list[Iterator[bool]] = []  # `_share` of each that is not over
         with lock:
             for choice in self._choices.values():
@@ -108,10 +102,9 @@ class Exchange:
         """Go on with every class that is not over. Gives whether one has begun or ended."""
         begun = []
         for name, choice in self._choices.items():
-            for number in self._known(choice):
-                if (name, number) not in self._seen:
-                    self._seen.add((name, number))
-                    begun.append(self._share(name, choice, number))
+            for number in self._known(choice).keys() - self._seen[name]:
+                self._seen[name].add(number)
+                begun.append(self._share(name, choice, number))
         before = len(self._waiting)
         self._waiting = [each for each in (*self._waiting, *begun) if next(each, False)]
         return bool(begun) or before != len(self._waiting)
@@ -147,7 +140,6 @@ class Exchange:
             choice.learn(found)
 
     def _is_first(self, key: str) -> bool:
-        """To claim the key."""
         if key not in self._claimed:
             self._claimed[key] = self._store.add(f"{key}/claims", 1) == 1
         return self._claimed[key]

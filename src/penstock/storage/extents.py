@@ -42,21 +42,21 @@ class Extents:
 
     capacity_bytes   where the space ends; None for no end
     space            name given to every extent
+
+    end    of the highest byte ever given out
+    free   [start, end) below, ascending, disjoint, never adjacent
     """
 
     def __init__(self, capacity_bytes: int | None = None, space: str = "") -> None:
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise InvalidArgument(f"a space of {capacity_bytes} bytes cannot be: give zero or more")
         self.capacity_bytes = capacity_bytes
         self.space = space
-        self.used_bytes = 0
-        self.end = 0  # of the highest byte ever given out
-        self._free: list[tuple[int, int]] = []  # as `free_ranges`
+        self.used_bytes = self.end = 0
+        self.free: list[tuple[int, int]] = []
         self._next = 0  # where the last allocation ended
         self._live: dict[int, int] = {}
 
     def allocate(self, size_bytes: int) -> Extent:
-        """An extent of at least ``size_bytes``. Raises SpillSpaceFull where none fits."""
+        """At least ``size_bytes``. Raises SpillSpaceFull where none fits."""
         if size_bytes <= 0:
             raise InvalidArgument(f"an extent of {size_bytes} bytes cannot be: give a size above zero")
         size = align_up(size_bytes, ALIGNMENT_BYTES)
@@ -74,30 +74,26 @@ class Extents:
         self.used_bytes -= extent.size_bytes
         self._give(extent.offset, extent.end)
 
-    def free_ranges(self) -> list[tuple[int, int]]:
-        """Free [start, end) below `end`, ascending, disjoint, never adjacent."""
-        return list(self._free)
-
     def _take(self, size: int) -> int:
-        first = bisect_left(self._free, (self._next,))  # the range before it may hold `_next`
-        if first and self._free[first - 1][1] - self._next >= size:
+        first = bisect_left(self.free, (self._next,))  # the range before it may hold `_next`
+        if first and self.free[first - 1][1] - self._next >= size:
             return self._carve(first - 1, self._next, size)
-        for index in (*range(first, len(self._free)), *range(first)):
-            start, end = self._free[index]
+        for index in (*range(first, len(self.free)), *range(first)):
+            start, end = self.free[index]
             if end - start >= size:
                 return self._carve(index, start, size)
         return self._grow(size)
 
     def _carve(self, index: int, offset: int, size: int) -> int:
-        start, end = self._free[index]
+        start, end = self.free[index]
         rest = ((start, offset), (offset + size, end))
-        self._free[index : index + 1] = [each for each in rest if each[0] < each[1]]
+        self.free[index : index + 1] = [each for each in rest if each[0] < each[1]]
         return offset
 
     def _grow(self, size: int) -> int:
-        start = self._free[-1][0] if self._free and self._free[-1][1] == self.end else self.end
+        start = self.free[-1][0] if self.free and self.free[-1][1] == self.end else self.end
         if self.capacity_bytes is not None and start + size > self.capacity_bytes:
-            largest = max(self.capacity_bytes - start, *(b - a for a, b in self._free), 0)
+            largest = max(self.capacity_bytes - start, *(b - a for a, b in self.free), 0)
             raise SpillSpaceFull(
                 f"{format_bytes_up(size)} do not fit on disk: of the disk budget of "
                 f"{format_bytes(self.capacity_bytes)}, {format_bytes(self.used_bytes)} are in use and the "
@@ -105,26 +101,26 @@ class Extents:
                 f"{format_bytes_up(start + size - self.capacity_bytes)}, or evict less."
             )
         if start < self.end:
-            self._free.pop()
+            self.free.pop()
         self.end = start + size
         return start
 
     def _give(self, start: int, end: int) -> None:
-        index = bisect_left(self._free, (start,))
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index and self._free[index - 1][1] == start:
+        index = bisect_left(self.free, (start,))
+        if index < len(self.free) and self.free[index][0] == end:
+            end = self.free.pop(index)[1]
+        if index and self.free[index - 1][1] == start:
             index -= 1
-            start = self._free.pop(index)[0]
-        self._free.insert(index, (start, end))
+            start = self.free.pop(index)[0]
+        self.free.insert(index, (start, end))
 
 
 class Segment(NamedTuple):
     """Bytes that follow each other in one file.
 
-    file         index of the file
-    offset       first byte in the file
-    begin        first byte, counted from the beginning of the range asked for
+    file     index of the file
+    offset   first byte in the file
+    begin    first byte, counted from the beginning of the range asked for
     """
 
     file: int
@@ -134,9 +130,12 @@ class Segment(NamedTuple):
 
 
 class _Zone(NamedTuple):
+    """[begin, end) of the space, and where in each of its files that begins."""
+
     begin: int
+    end: int
     files: tuple[int, ...]
-    bases: tuple[int, ...]  # of each of these files: where the zone begins in it
+    bases: tuple[int, ...]
 
 
 class Stripes:
@@ -145,7 +144,7 @@ class Stripes:
     def __init__(self, files: int, stripe_bytes: int = STRIPE_BYTES) -> None:
         self.stripe_bytes = stripe_bytes
         self._count = files
-        self._zones = [_Zone(0, tuple(range(files)), (0,) * files)]
+        self._zones = [_Zone(0, 1 << 62, tuple(range(files)), (0,) * files)]
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -168,10 +167,10 @@ class Stripes:
     def file_bytes(self, end: int) -> list[int]:
         """The size that each file must have for the bytes [0, end)."""
         sizes = [0] * self._count
-        for zone, limit in self._zone_limits():
+        for zone in self._zones:
             if zone.begin >= end:
                 break
-            used = min(end, limit) - zone.begin
+            used = min(end, zone.end) - zone.begin
             rows, rest = divmod(used, self.stripe_bytes * len(zone.files))
             for place, (file, base) in enumerate(zip(zone.files, zone.bases, strict=True)):
                 part = min(max(rest - place * self.stripe_bytes, 0), self.stripe_bytes)
@@ -182,21 +181,17 @@ class Stripes:
         """From byte ``begin`` on, which nothing reaches yet, do without ``file``."""
         sizes = self.file_bytes(begin)
         files = tuple(other for other in self.files if other != file)
-        self._zones = [zone for zone in self._zones if zone.begin < begin]
-        self._zones.append(_Zone(begin, files, tuple(sizes[other] for other in files)))
-
-    def _zone_limits(self) -> Iterator[tuple[_Zone, int]]:
-        ends = [zone.begin for zone in self._zones[1:]]
-        yield from zip(self._zones, [*ends, 1 << 62], strict=True)
+        kept = [zone._replace(end=min(zone.end, begin)) for zone in self._zones if zone.begin < begin]
+        self._zones = [*kept, _Zone(begin, 1 << 62, files, tuple(sizes[other] for other in files))]
 
     def _cut(self, offset: int, end: int, origin: int) -> Iterator[Segment]:
-        for zone, limit in self._zone_limits():
+        for zone in self._zones:
             # One file needs no stripes.
-            stripe_bytes = self.stripe_bytes if len(zone.files) > 1 else limit
-            while max(offset, zone.begin) < min(end, limit):
+            stripe_bytes = self.stripe_bytes if len(zone.files) > 1 else zone.end
+            while max(offset, zone.begin) < min(end, zone.end):
                 row, within = divmod(offset - zone.begin, stripe_bytes)
                 turn, place = divmod(row, len(zone.files))
-                size = min(end, limit, offset + stripe_bytes - within) - offset
+                size = min(end, zone.end, offset + stripe_bytes - within) - offset
                 begin = zone.bases[place] + turn * stripe_bytes + within
                 yield Segment(zone.files[place], begin, offset - origin, size)
                 offset += size

@@ -12,18 +12,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import installing
 from penstock.storage.aligned import align_down, align_up
-from penstock.storage.transfer import (
-    FOR_EVER_S,
-    File,
-    Transfer,
-    TransportUnavailable,
-    move_fully,
-)
+from penstock.storage.transfer import FOR_EVER_S, File, Transfer, TransportUnavailable, move_fully
 from penstock.storage.workers import Workers
 
 logger = logging.getLogger("penstock")
@@ -163,7 +156,7 @@ class _Files:
         try:
             # Left to itself, kvikio falls back to copies through the host without a word. The path leads
             # to the open file, whether or not it still has a name.
-            with _no_compatibility_mode(self._kvikio):
+            with _configuring, self._kvikio.defaults.set("compat_mode", self._kvikio.CompatMode.OFF):
                 return self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+" if written else "r")
         except Exception as error:
             number = _error_number(error, errno.EOPNOTSUPP)
@@ -175,12 +168,10 @@ class _Files:
         A piece that still uses one keeps it, and the last one closes it.
         """
         for descriptor, (identity, _) in list(self._entries.items()):
-            try:
-                still_open = _identity(descriptor) == identity
-            except OSError:
-                still_open = False
-            if not still_open:
-                del self._entries[descriptor]
+            with contextlib.suppress(OSError):
+                if _identity(descriptor) == identity:
+                    continue
+            del self._entries[descriptor]
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -189,12 +180,6 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 _configuring = threading.Lock()  # kvikio's settings are the process's
-
-
-@contextlib.contextmanager
-def _no_compatibility_mode(kvikio: Any) -> Iterator[None]:
-    with _configuring, kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
-        yield
 
 
 def _open_kvikio(threads: int) -> Any:

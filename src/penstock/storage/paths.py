@@ -12,7 +12,7 @@ from typing import NamedTuple
 from penstock.errors import InvalidArgument
 from penstock.storage.gpudirect import GpuDirectTransport
 from penstock.storage.native import NvmeSpillTransport, PosixTransport, UringTransport
-from penstock.storage.transfer import FOR_EVER_S, File, Transport, TransportUnavailable
+from penstock.storage.transfer import FOR_EVER_S, Transport, TransportUnavailable
 
 logger = logging.getLogger("penstock")
 
@@ -46,9 +46,9 @@ MEDIA = {
 class IoPath(NamedTuple):
     """One way to move bytes.
 
-    name        its transport's, as in TRANSPORTS or GPU_TRANSPORTS, and its method: such as "io_uring direct"
-    method      what `Transfer.method` is to be
-    medium      where it leaves what it writes: "disk" or "page cache"
+    name     its transport's and its method: such as "io_uring direct"
+    method   what `Transfer.method` is to be
+    medium   where it leaves what it writes: "disk" or "page cache"
     """
 
     name: str
@@ -98,11 +98,6 @@ class IoPaths:
         nothing = self._wanted is not None and not self.paths and not self.gpu_paths
         self._check(self._open(transports, None) if nothing else ())
 
-    def refusal(self, path: IoPath, file: File) -> str | None:
-        """Why ``path`` cannot move ``file``; None where nothing speaks against it."""
-        probe = getattr(path.transport, "probe", None)
-        return None if probe is None else probe(file)
-
     def give_up(self, path: IoPath, reason: str) -> None:
         """Do without a path that proved unusable. Raises InvalidArgument where it was asked for by name."""
         for paths in (self.paths, self.gpu_paths):
@@ -148,17 +143,15 @@ class IoPaths:
 
     def _check(self, others: Iterable[str] = ()) -> None:
         """others: names of paths that were not wanted, where none of those that were is there"""
-        missing = [
-            name for name in self._wanted or () if name not in self.paths and name not in self.gpu_paths
-        ]
+        there = (*self.paths, *self.gpu_paths)
+        missing = [name for name in self._wanted or () if name not in there]
         if not missing and self.paths:
             return
         self.close()
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.unavailable.items())
         raise InvalidArgument(
             f"{', '.join(missing) or 'no I/O path'} cannot be used to move tensors: there are "
-            f"{', '.join((*self.paths, *self.gpu_paths, *others)) or 'none'}"
-            + (f" ({reasons})" if reasons else "")
+            f"{', '.join((*there, *others)) or 'none'}" + (f" ({reasons})" if reasons else "")
         )
 
 

@@ -25,17 +25,13 @@ CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 
 class _Direction:
-    """Writes, or reads.
-
-    alone       the one that is measured, and in flight
-    progress_s  when one was last over
-    """
+    """Writes, or reads. `alone` is the one that is measured, and in flight."""
 
     def __init__(self) -> None:
         self.alone: Transfer | None = None
         self.in_flight: set[Transfer] = set()
         self.waiting: list[Transfer] = []
-        self.progress_s = 0.0
+        self.progress_s = 0.0  # when one was last over
 
     @property
     def is_idle(self) -> bool:
@@ -118,7 +114,6 @@ class Queue:
         self._closed = False
 
     def is_idle(self, kind: Kind) -> bool:
-        """Whether no transfer of that direction is in flight, or waits."""
         return self._directions[kind].is_idle
 
     def admit(self, transfer: Transfer) -> Sequence[Transfer]:
@@ -148,7 +143,6 @@ class Queue:
                 raise
 
     def hurry(self, transfer: Transfer) -> None:
-        """Make a demand of the transfer."""
         with self.lock:
             if transfer.priority == DEMAND:
                 return
@@ -221,9 +215,8 @@ class Queue:
         if watch is not None:
             watch.cancel()
             watch.join(timeout_s)
-        directions = self._directions.values()
+        directions, began_s = self._directions.values(), perf_counter()
         with self.lock:
-            began_s = perf_counter()
             while self._calling_back or not all(each.is_idle for each in directions):
                 progress_s = max(began_s, *(each.progress_s for each in directions))
                 left_s = progress_s + timeout_s - perf_counter()

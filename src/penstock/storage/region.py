@@ -28,7 +28,7 @@ class SpillFile:
     """An open file that no path leads to: its space is free again when the process ends, however it ends.
 
     place        its directory
-    file         for transports; open for reading and writing, mode 0600
+    file         for transports
     handle       its descriptor through the page cache
     direct       it can bypass the page cache
     refusal      why it cannot; empty where it can
@@ -80,21 +80,20 @@ class SpillFile:
         ) from full
 
     def free_bytes(self) -> int:
-        """Bytes of the file system that are not in use."""
+        """Of the file system."""
         status = os.fstatvfs(self.file.buffered)
         return status.f_bavail * status.f_frsize
 
     def failure(self, failed: Transfer) -> SpillError:
         """What to raise for a transfer that failed."""
-        error_number = failed.error_number
-        full = error_number in (errno.ENOSPC, errno.EDQUOT)
+        full = failed.error_number in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
         error = (SpillSpaceFull if full else SpillError)(
             f"the {failed.kind} of {format_bytes(failed.size_bytes)} at offset {failed.offset} of the "
-            f"spill file in {self.place} failed: {os.strerror(error_number)}. {remedy}, or choose "
+            f"spill file in {self.place} failed: {os.strerror(failed.error_number)}. {remedy}, or choose "
             "another spill_dir."
         )
-        error.errno = error_number
+        error.errno = failed.error_number
         return error
 
     def close(self, late_s: float = 0.0) -> None:
@@ -139,7 +138,8 @@ class Region:
     An extent lies where it says, but for one that is written again while an old write may land there yet: a
     drive that lost its connection may still carry it out. Then its place is another.
 
-    extents        which space is in use
+    timeout_s      in which a request to a namespace ends
+
     files          one in each directory, or a namespace
     direct         every file can bypass the page cache
     place_text     the directories, or the namespace, for messages
@@ -150,9 +150,6 @@ class Region:
     def __init__(
         self, medium: str, places: Sequence[Path | Url], capacity_bytes: int | None, timeout_s: float = 60.0
     ) -> None:
-        """
-        timeout_s   in which a request to a namespace ends
-        """
         self.extents = Extents(capacity_bytes, space=medium)
         self.files: list[SpillFile | SpillNamespace] = []
         self.written_bytes = 0
@@ -232,7 +229,6 @@ class Region:
         ]
 
     def error(self, failed: Transfer) -> SpillError:
-        """What to raise for a transfer that failed."""
         return next(file for file in self.files if file.file == failed.file).failure(failed)
 
     def close(self) -> None:
@@ -292,10 +288,10 @@ def as_paths(directories: Directories) -> list[Path | Url]:
     ]
     if not paths:
         raise InvalidArgument("no directory to spill to was given: give one or more")
-    remote = next((path for path in paths if isinstance(path, Url)), None)
-    if remote is not None and len(paths) > 1:
-        raise InvalidArgument(
-            f"{remote} is given as a spill_dir with {len(paths) - 1} more: tensors are striped over "
-            "directories, or spilled to one namespace. Give the one or the others"
-        )
+    for remote in paths if len(paths) > 1 else ():
+        if isinstance(remote, Url):
+            raise InvalidArgument(
+                f"{remote} is given as a spill_dir with {len(paths) - 1} more: tensors are striped over "
+                "directories, or spilled to one namespace. Give the one or the others"
+            )
     return paths

@@ -1,7 +1,4 @@
-"""Spill space on one or several disks, and the transfers between it and memory.
-
-One file: opening, transfers and closing share the space's files and their errors.
-"""
+"""Spill space on one or several disks, and the transfers between it and memory."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import Directories, Explorers, IoOptions
@@ -18,7 +16,7 @@ from penstock.storage.aligned import align_up
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.choice import Choice
 from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
-from penstock.storage.exchange import Exchange, Store
+from penstock.storage.exchange import Exchange
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.files import Closing
 from penstock.storage.nvme import Url
@@ -27,8 +25,11 @@ from penstock.storage.queue import CLOSED, Queue
 from penstock.storage.region import Region, SpillFile, as_paths
 from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill_namespace import SpillNamespace
-from penstock.storage.transfer import DEMAND, EVICT, Kind, OnDone, Transfer, TransportBroken
+from penstock.storage.transfer import DEMAND, EVICT, File, Kind, OnDone, Transfer, TransportBroken
 from penstock.units import format_bytes, format_bytes_up, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = ["OnDone", "SpillSpace", "Transfer", "as_paths"]
 
@@ -54,16 +55,14 @@ class SpillSpace(Closing):
                     memory stays in use
 
     paths, unavailable  as of IoPaths
-    choice              chooses among the I/O paths, and learns
+    choice              among the I/O paths
     gpu_direct          name of the I/O path between the memory of a GPU and the disk, None where there is
                         none. It is not among ``paths``: who has the memory chooses it
     gpu_direct_only     no other I/O path was wanted
     choices             that one, and those made by `new_choice`, by name
     device_kind         what the directories lie on, and what computes
     lock                of the choices
-    direct              every file can bypass the page cache
-    place_text          the directories, for messages
-    written_bytes, read_bytes, moved_bytes_by_path   moved so far
+    direct, place_text  as of Region
 
     Every method may be called from any thread. Raises SpillError where a directory cannot be used.
     """
@@ -85,13 +84,11 @@ class SpillSpace(Closing):
         page_cache_bytes = parse_bytes(options.page_cache_budget)
         wanted = [options.paths] if isinstance(options.paths, str) else options.paths
         if remote and page_cache_bytes:
-            raise InvalidArgument(
-                f"{self._first} is spilled to without a page cache: leave out the page cache budget"
-            )
+            only = "without a page cache: leave out the page cache budget"
+            raise InvalidArgument(f"{self._first} is spilled to {only}")
         if remote and set(wanted or ()) - {REMOTE_PATH}:
-            raise InvalidArgument(
-                f"{self._first} is spilled to by the I/O path {REMOTE_PATH!r} alone: leave out paths"
-            )
+            only = f"by the I/O path {REMOTE_PATH!r} alone: leave out paths"
+            raise InvalidArgument(f"{self._first} is spilled to {only}")
         if capacity_bytes is not None:
             page_cache_bytes = min(page_cache_bytes, capacity_bytes)
             capacity_bytes -= page_cache_bytes
@@ -154,12 +151,9 @@ class SpillSpace(Closing):
         """Bytes the file systems have free. Two directories on one file system count it twice."""
         return sum(file.free_bytes() for file in self._regions["disk"].files)
 
-    def swap_file(self, capacity_bytes: int | None = None) -> tuple[int, int, int, int]:
+    def swap_file(self) -> tuple[int, int, int, int]:
         """A file for who writes by itself, without extents: it has no name either, lies in the first
-        directory, grows as it is written to, and is closed with the space. Of a namespace, a part of it: a
-        quarter, which extents do not get.
-
-        capacity_bytes   most bytes wanted, None for all there is room for
+        directory, grows as it is written to, and is closed with the space. Of a namespace, a part of it.
 
         Gives its descriptor past the page cache, or -1, the one through the page cache, its capacity, and
         where in it that begins: what the space's capacity and the file system leave now. Its bytes count in
@@ -170,15 +164,13 @@ class SpillSpace(Closing):
             if isinstance(self._first, Url):
                 file = self._regions["disk"].files[0]
                 assert isinstance(file, SpillNamespace)
-                begin, size_bytes = file.swap_area(capacity_bytes)
+                begin, size_bytes = file.swap_area()
                 return -1, file.handle, size_bytes, begin
             if self._swap is None:
                 self._swap = SpillFile(self._first)
             left_bytes = self._swap.free_bytes() + self._swap_bytes()
-            if (most_bytes := self.capacity_bytes) is not None:
-                left_bytes = min(left_bytes, max(most_bytes - self.used_bytes, 0))
-            if capacity_bytes is not None:
-                left_bytes = min(left_bytes, capacity_bytes)
+            if self.capacity_bytes is not None:
+                left_bytes = min(left_bytes, max(self.capacity_bytes - self.used_bytes, 0))
             return self._swap.file.direct, self._swap.file.buffered, left_bytes, 0
 
     def allocate(self, size_bytes: int, on_disk: bool = False) -> Extent:
@@ -236,8 +228,8 @@ class SpillSpace(Closing):
         on_gpu     the memory is that of a GPU, ``address`` a device pointer, and what makes the content there
                    is over. The extent is on disk, and the I/O path `gpu_direct`
         """
-        if self._closed or not 0 < size_bytes <= extent.size_bytes:
-            self._refuse(extent, size_bytes)
+        transfer = self._transfer("write", extent, address, size_bytes, keep, priority)
+        transfer.callback = on_done
         with self.lock:
             region = self._regions[extent.space]
             place = region.place_to_write(extent)
@@ -249,9 +241,7 @@ class SpillSpace(Closing):
             else:  # it is written once more
                 path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
                 explores = self.choice.explores
-            transfer = self._transfer(
-                "write", place, path, explores, address, size_bytes, keep, on_done, priority
-            )
+            self._route(transfer, place, path, explores)
             transfer.checked = not on_gpu and (checksum or self.options.verify)
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
             transfer.rehearsed = transfer.measured and place.end > region.written_bytes
@@ -276,8 +266,8 @@ class SpillSpace(Closing):
         on_gpu: bool = False,
     ) -> Transfer:
         """Copy from the extent to memory; as `write`. On a GPU, what used the memory before is over."""
-        if self._closed or not 0 < size_bytes <= extent.size_bytes:
-            self._refuse(extent, size_bytes)
+        transfer = self._transfer("read", extent, address, size_bytes, keep, priority)
+        transfer.callback = on_done
         with self.lock:
             region = self._regions[extent.space]
             place = region.place_of(extent)
@@ -288,44 +278,40 @@ class SpillSpace(Closing):
                 explore = priority != DEMAND or self._queue.is_idle("read")
                 path = self.paths[self.choice.path_to_read(extent.size_bytes, extent.space, explore)]
                 explores = self.choice.explores
-            transfer = self._transfer(
-                "read", place, path, explores, address, size_bytes, keep, on_done, priority
-            )
+            self._route(transfer, place, path, explores)
             transfer.checked = not on_gpu and place.offset in region.checksums
             ready = self._queue.admit(transfer)
         self._queue.start(ready)
         return transfer
 
     def _transfer(
-        self,
-        kind: Kind,
-        place: Extent,
-        path: IoPath,
-        explores: bool,
-        address: int,
-        size_bytes: int,
-        keep: object,
-        callback: OnDone,
-        priority: int,
+        self, kind: Kind, extent: Extent, address: int, size_bytes: int, keep: object, priority: int
     ) -> Transfer:
-        queue, how = self._queue, (path.method, True, keep, priority)
-        runs = self._regions[place.space].runs(place, size_bytes)
-        file, offset, _, _ = runs[0]
-        whole = Transfer(kind, file.file, offset, address, size_bytes, *how, queue.end)
-        whole.extent, whole.path, whole.queue = place, path, queue
-        whole.callback, whole.asked_s = callback, perf_counter()
+        """One that has no file yet: `_route` gives it one."""
+        self._check_open()
+        if not 0 < size_bytes <= extent.size_bytes:
+            raise InvalidArgument(f"{size_bytes} bytes do not fit an extent of {extent.size_bytes} bytes")
+        how = "", True, keep, priority, self._queue.end
+        return Transfer(kind, File(-1), 0, address, size_bytes, *how)
+
+    def _route(self, whole: Transfer, place: Extent, path: IoPath, explores: bool) -> None:
+        """Say which bytes of which files the transfer moves, and how."""
+        runs = self._regions[place.space].runs(place, whole.size_bytes)
+        whole.file, whole.offset = runs[0][0].file, runs[0][1]
+        whole.method, whole.extent, whole.path = path.method, place, path
+        whole.queue, whole.asked_s = self._queue, perf_counter()
         if len(runs) > 1:
-            over = functools.partial(queue.end_part, whole)
+            over = functools.partial(self._queue.end_part, whole)
+            how = path.method, True, whole.keep, whole.priority, over
             whole.parts = [
-                Transfer(kind, file.file, offset, address + begin, size, *how, over)
+                Transfer(whole.kind, file.file, offset, whole.address + begin, size, *how)
                 for file, offset, begin, size in runs
             ]
             whole.left = len(runs)
         whole.explores = whole.measured = explores
         if path is not self._gpu_path:
-            self._asked[kind] += 1
-            whole.measured = explores or not self._asked[kind] % MEASURED_EVERY
-        return whole
+            self._asked[whole.kind] += 1
+            whole.measured = explores or not self._asked[whole.kind] % MEASURED_EVERY
 
     def segments(self, extent: Extent, size_bytes: int) -> list[tuple[int, int, int, int]]:
         """Where the extent lies: (file descriptor, offset in the file, offset in the extent, bytes) of each
@@ -475,21 +461,18 @@ class SpillSpace(Closing):
         """The first I/O path for the memory of a GPU that takes all files. None is tried where bytes are to
         be verified: the processor does not see them."""
         for path in list(self._io.gpu_paths.values()):
-            refusals = [self._io.refusal(path, file.file) for file in self._regions["disk"].files]
-            reasons = ["it cannot verify what it moves"] if self.options.verify else [*filter(None, refusals)]
-            if not reasons:
+            probe = getattr(path.transport, "probe", lambda file: None)
+            refusals = ["it cannot verify what it moves"] if self.options.verify else []
+            refusals += filter(None, (probe(file.file) for file in self._regions["disk"].files))
+            if not refusals:
                 return path
-            self._io.give_up(path, reasons[0])
+            self._io.give_up(path, refusals[0])
         return None
 
     def _path_to_gpu(self, extent: Extent) -> IoPath:
         if self._gpu_path is None or extent.space != self._gpu_path.medium:
             raise InvalidArgument(f"{extent} cannot be moved to or from the memory of a GPU directly")
         return self._gpu_path
-
-    def _refuse(self, extent: Extent, size_bytes: int) -> None:
-        self._check_open()
-        raise InvalidArgument(f"{size_bytes} bytes do not fit an extent of {extent.size_bytes} bytes")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
-from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.extents import ALIGNMENT_BYTES
 from penstock.storage.nvme import Namespace, TargetError, Url
 from penstock.storage.nvme.contents import HEAD_BYTES, MARKER_BYTES, in_the_way, marker_of, own_marker
@@ -28,12 +28,12 @@ class SpillNamespace:
     """A namespace that tensors are spilled to, behind a marker that keeps others off. What was written stays
     on it: it is no file that goes away.
 
-    place        its URL
-    begin        the first byte of the space on it
-    file         for transports
-    handle       names it to the native side
-    direct       True: no page cache is before it here
-    size_bytes   of the space, as far as it was used
+    The attributes are those of SpillFile; `handle` names it to the native side.
+
+    timeout_s   in which a request ends, well or in an error
+
+    Raises SpillError where the target cannot be used, the namespace is too small, or anything lies on it but
+    what an earlier run spilled.
     """
 
     direct = True
@@ -41,13 +41,6 @@ class SpillNamespace:
     begin = HEAD_BYTES
 
     def __init__(self, url: Url, timeout_s: float) -> None:
-        """Writes the marker.
-
-        timeout_s   in which a request ends, well or in an error
-
-        Raises SpillError where the target cannot be used, the namespace is too small, or anything lies on it
-        but what an earlier run spilled.
-        """
         if url.fragment:
             raise InvalidArgument(
                 f"{url} names a part of a namespace: leave out #{url.fragment} to spill to it"
@@ -64,7 +57,7 @@ class SpillNamespace:
             raise
         self.file = self._namespace.file
         self.handle = self.file.direct
-        self._end_bytes = (self._namespace.size_bytes - HEAD_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self._end_bytes = align_down(self._namespace.size_bytes - HEAD_BYTES, ALIGNMENT_BYTES)
         self._swap: tuple[int, int] | None = None
 
     def grow_to(self, size_bytes: int, most_bytes: int | None = None) -> None:
@@ -84,22 +77,18 @@ class SpillNamespace:
         """Bytes of the space that were never used."""
         return self._end_bytes - self.size_bytes
 
-    def swap_area(self, capacity_bytes: int | None) -> tuple[int, int]:
+    def swap_area(self) -> tuple[int, int]:
         """Where on the namespace the arena may write by itself: its first byte, and bytes.
 
         The same whenever it is asked for; extents have what is before it.
         """
         if self._swap is None:
-            share_bytes = self._end_bytes // _SWAP_PARTS
-            if capacity_bytes is not None:
-                share_bytes = min(share_bytes, capacity_bytes)
-            share_bytes = min(share_bytes, self.free_bytes()) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            share_bytes = align_down(min(self._end_bytes // _SWAP_PARTS, self.free_bytes()), ALIGNMENT_BYTES)
             self._end_bytes -= share_bytes
             self._swap = HEAD_BYTES + self._end_bytes, share_bytes
         return self._swap
 
     def failure(self, failed: Transfer) -> SpillError:
-        """What to raise for a transfer that failed."""
         done = "read" if failed.kind == "read" else "written"
         why = self._namespace.failure(done, failed.offset, failed.size_bytes, failed.error_number)
         error = SpillError(f"tensors cannot be spilled to {self.place}: {why}")
@@ -108,7 +97,6 @@ class SpillNamespace:
 
     @property
     def quiesce_s(self) -> float:
-        """As of Namespace."""
         return self._namespace.quiesce_s
 
     def close(self, late_s: float = 0.0) -> None:

@@ -68,9 +68,8 @@ class File(NamedTuple):
 class Transfer:
     """Bytes to move between memory and an open file, once. Offset, address and size may be odd.
 
-    kind         "write" (to the file) or "read" (from it)
-    size_bytes   how many, above zero; a transport cuts large transfers itself
-    method       how, one of the transport's `methods`
+    size_bytes   above zero; a transport cuts large transfers itself
+    method       one of the transport's `methods`
     padded       the file is the requester's from the multiple of its alignment below ``offset`` to
                  the one above the end: a write may put anything there
     keep         what keeps the memory alive: held until the transfer is over
@@ -90,8 +89,6 @@ class Transfer:
     Of those of a SpillSpace:
 
     extent     where in the space its bytes lie
-    path       the I/O path
-    queue      that it goes through
     callback   called when all that follows from its end is done
     error      None, or what went wrong: then the destination holds anything
     parts      where it lies in several files: what carries it out
@@ -161,7 +158,6 @@ OnDone = Callable[[Transfer], None]
 
 
 def log_failed(transfer: Transfer, error: BaseException) -> None:
-    """Say that ``on_done`` of a transfer raised."""
     logger.error("what follows a transfer failed: %s", transfer, exc_info=error)
 
 
@@ -206,11 +202,8 @@ class Transport(Protocol):
 
 
 def move_fully(move: Callable[[int, int], int], size_bytes: int) -> int:
-    """Call ``move(begin, end)`` until ``size_bytes`` are moved; give 0, or an errno.
-
-    ``move`` gives how many of the bytes [begin, end) it moved, from ``begin`` on: maybe fewer than
-    asked for. A busy device is tried again for 0.1 s.
-    """
+    """Call ``move(begin, end)``, which gives how many of these bytes it moved, until all are; give 0, or an
+    errno. A busy device is tried again for 0.1 s."""
     done = busy = 0
     while done < size_bytes:
         try:

@@ -6,8 +6,8 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 
 from penstock.storage.aligned import align_down
 from penstock.storage.transfer import DEMAND, EVICT, FOR_EVER_S, Transfer
@@ -26,8 +26,7 @@ class Workers:
 
     def __init__(self, threads: int, name: str, piece_bytes: int | None = None) -> None:
         self._piece_bytes = piece_bytes
-        # By priority: those of which some piece has not begun.
-        self._waiting: tuple[deque[_Job], ...] = tuple(deque() for _ in range(EVICT + 1))
+        self._waiting: list[_Job] = []  # of which some piece has not begun, in the order they came
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
@@ -51,17 +50,14 @@ class Workers:
         with self._changed:
             if self._closed:
                 raise ValueError("the transport is closed")
-            for job in jobs:
-                self._waiting[job.priority].append(job)
+            self._waiting += jobs
             self._changed.notify(sum(job.pieces for job in jobs))
 
     def cancel(self, transfers: Sequence[Transfer]) -> int:
         with self._changed:
-            cancelled = [
-                job for queue in self._waiting for job in queue if job.transfer in transfers and not job.begun
-            ]
+            cancelled = [job for job in self._waiting if job.transfer in transfers and not job.begun]
             for job in cancelled:
-                self._waiting[job.priority].remove(job)
+                self._waiting.remove(job)
                 job.stop(errno.ECANCELED)
         for job in cancelled:
             job.complete()
@@ -69,11 +65,10 @@ class Workers:
 
     def hurry(self, transfers: Sequence[Transfer]) -> None:
         with self._changed:
-            for queue in self._waiting[DEMAND + 1 :]:
-                for job in [job for job in queue if job.transfer in transfers]:
-                    queue.remove(job)
-                    job.priority = DEMAND
-                    self._waiting[DEMAND].append(job)
+            for job in [job for job in self._waiting if job.priority > DEMAND and job.transfer in transfers]:
+                job.priority = DEMAND
+                self._waiting.remove(job)
+                self._waiting.append(job)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         with self._changed:
@@ -92,14 +87,14 @@ class Workers:
     def _serve(self) -> bool:
         # A function of its own, so that no local holds a transfer's memory while waiting.
         with self._changed:
-            while (queue := next(filter(None, self._waiting), None)) is None:
+            while not self._waiting:
                 if self._closed:
                     return False
                 self._changed.wait()
-            job = queue[0]
+            job = min(self._waiting, key=attrgetter("priority"))
             begin, end = job.begin_piece()
             if job.begun == job.pieces:
-                queue.popleft()
+                self._waiting.remove(job)
         try:
             error_number = self.perform(job.transfer, begin, end)
         except Exception:
@@ -109,7 +104,7 @@ class Workers:
             job.ended += 1
             if error_number and not job.error_number:
                 if job.begun < job.pieces:  # the rest is not worth the effort
-                    self._waiting[job.priority].remove(job)
+                    self._waiting.remove(job)
                 job.stop(error_number)
             over = job.ended == job.pieces
         if over:
@@ -120,9 +115,7 @@ class Workers:
 class _Job:
     """A transfer under way. All but `complete` happens under the lock of the workers.
 
-    pieces         how many it is cut into
-    begun, ended   how many of these are
-    priority       of those pieces that have not begun
+    priority   of those pieces that have not begun
     """
 
     def __init__(self, transfer: Transfer, piece_bytes: int | None) -> None:
@@ -133,7 +126,6 @@ class _Job:
         self._started_s = 0.0
 
     def begin_piece(self) -> tuple[int, int]:
-        """The bytes of the transfer that are to be moved next."""
         if not self.begun:
             self._started_s = time.perf_counter()
         begin = self._cut_at(self.begun)
@@ -150,8 +142,8 @@ class _Job:
         self.transfer.end(self.error_number, self._started_s)
 
     def _cut_at(self, piece: int) -> int:
-        """Where a piece begins, counted from the first byte of the transfer. The pieces are about equal,
-        and share no block of the file."""
+        """Where a piece begins, counted from the first byte of the transfer. The pieces share no block of the
+        file."""
         transfer = self.transfer
         if piece in (0, self.pieces):
             return transfer.size_bytes if piece else 0

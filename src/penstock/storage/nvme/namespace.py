@@ -81,7 +81,8 @@ class Namespace(Closing):
         self.size_bytes: int = found["block_bytes"] * found["blocks"]
         self.file = File(-1, found["handle"], self.block_bytes)
         facts = self._controller.identify()
-        self.queues, self.quiesce_s = int(str(facts["max_queues"])), float(str(facts["quiesce_s"]))
+        self.queues: int = facts["max_queues"]
+        self.quiesce_s: float = facts["quiesce_s"]
         self._is_open = True
 
     @property
@@ -112,11 +113,6 @@ class Namespace(Closing):
     def error_text(self) -> str:
         """Why its last request failed, in the initiator's words; empty where none has."""
         return _native.nvme_error_of(self.file.direct)
-
-    def counters(self) -> dict[str, int]:
-        """What was read and written, and how often it connected again. Other namespaces of the subsystem that
-        this process has open may be among it."""
-        return self._controller.counters()
 
     def close(self) -> None:
         """Let go of the association: the last one to do so ends it. Idempotent."""
