@@ -256,6 +256,11 @@ def test_a_row_without_a_name_is_refused(save: Callable[..., Path]) -> None:
         list(open_source(save(pa.table({"id": ["a", None], "x": [1, 2]})), name_column="id"))
 
 
+def test_rows_that_have_nothing_but_names_become_empty_maps(save: Callable[..., Path]) -> None:
+    source = open_source(save(pa.table({"name": ["a", "b"]})), name_column="name")
+    assert [(name, decode(data)) for name, data, _ in source] == [("a", {}), ("b", {})]
+
+
 def test_files_with_other_columns_are_refused(save: Callable[..., Path]) -> None:
     save(pa.table({"x": [1]}), folder="t", number=0)
     path = save(pa.table({"y": [1]}), folder="t", number=1)

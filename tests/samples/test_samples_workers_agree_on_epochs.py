@@ -9,7 +9,7 @@ import random
 import time
 from pathlib import Path
 
-from penstock.samples.epochs import EpochCoordinator, EpochStart
+from penstock.samples.epochs import EpochCoordinator
 
 
 def in_processes(
@@ -46,23 +46,23 @@ def test_workers_that_begin_at_once_are_told_the_same(tmp_path: Path) -> None:
 
 def test_a_worker_that_is_late_is_told_what_its_iteration_was(tmp_path: Path) -> None:
     epochs = EpochCoordinator()
-    assert epochs.take_with(11, 0, 0, 2) == EpochStart(0, False)
-    assert epochs.take_with(12, 0, 0, 2) == EpochStart(1, False)  # the next iteration, begun meanwhile
-    assert epochs.take_with(11, 0, 1, 2) == EpochStart(0, False)
-    assert epochs.take_with(12, 0, 1, 2) == EpochStart(1, False)
+    assert epochs.take_with(11, 0, 0, 2) == (0, False)
+    assert epochs.take_with(12, 0, 0, 2) == (1, False)  # the next iteration, begun meanwhile
+    assert epochs.take_with(11, 0, 1, 2) == (0, False)
+    assert epochs.take_with(12, 0, 1, 2) == (1, False)
 
 
 def test_the_same_seed_again_is_another_iteration() -> None:
     epochs = EpochCoordinator()
     for epoch in range(20):
         for worker in (1, 0):
-            assert epochs.take_with(5, 0, worker, 2) == EpochStart(epoch, False)
+            assert epochs.take_with(5, 0, worker, 2) == (epoch, False)
 
 
 def test_a_loaded_epoch_is_resumed_once() -> None:
     epochs = EpochCoordinator()
     epochs.set(4, resumes=True)
-    assert [epochs.take(), epochs.take()] == [EpochStart(4, True), EpochStart(5, False)]
+    assert [epochs.take(), epochs.take()] == [(4, True), (5, False)]
     epochs.set(4, resumes=True)
-    assert [epochs.take_with(9, 0, worker, 2) for worker in (0, 1)] == [EpochStart(4, True)] * 2
-    assert epochs.take_with(9, 1, 0, 2) == EpochStart(5, False)
+    assert [epochs.take_with(9, 0, worker, 2) for worker in (0, 1)] == [(4, True)] * 2
+    assert epochs.take_with(9, 1, 0, 2) == (5, False)

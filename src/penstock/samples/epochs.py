@@ -9,7 +9,7 @@ merge_states joins states that differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -300,17 +300,6 @@ _ROW = np.dtype(
 _SHARED = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8"), ("rows", _ROW, _ROWS)])
 
 
-class EpochStart(NamedTuple):
-    """Where an iteration begins.
-
-    epoch     the epoch to iterate
-    resumes   begin at the position that was loaded, if it is a position of this epoch
-    """
-
-    epoch: int
-    resumes: bool
-
-
 class EpochCoordinator:
     """The next epoch of a Loader and of its copies in worker processes.
 
@@ -368,29 +357,29 @@ class EpochCoordinator:
         self._shared["resumes"] = 0
         self._shared["next"] = epoch + 1
 
-    def take(self) -> EpochStart:
-        """For an iteration in the process itself."""
-        start = EpochStart(self.next, self.resumes)
-        self.follow(start.epoch, 0)
-        return start
+    def take(self) -> tuple[int, bool]:
+        """For an iteration in the process itself: its epoch, and whether it goes on where one was loaded."""
+        epoch, resumes = self.next, self.resumes
+        self.follow(epoch, 0)
+        return epoch, resumes
 
-    def take_with(self, base_seed: int, ordinal: int, worker: int, workers: int) -> EpochStart:
-        """For worker ``worker`` of the ``ordinal``-th iteration of a DataLoader with this base seed.
+    def take_with(self, base_seed: int, ordinal: int, worker: int, workers: int) -> tuple[int, bool]:
+        """The same for worker ``worker`` of the ``ordinal``-th iteration of a DataLoader with this base seed.
 
         Workers that begin at once write the same row: what it is made from is read before it is looked for,
         and changes after it was written. A worker that finds a row that it has begun already knows that a
         new iteration has the seed of an old one.
         """
-        fresh = EpochStart(self.next, self.resumes)
+        epoch, resumes = self.next, self.resumes
         row: Any = self._shared["rows"][hash((base_seed, ordinal)) % _ROWS]
         mine = worker % _WORKERS
         known = row["known"] and (row["base_seed"], row["ordinal"]) == (base_seed, ordinal)
         if known and row["begun"][mine] != row["epoch"] + 1:
-            start = EpochStart(int(row["epoch"]), bool(row["resumes"]))
-            row["begun"][mine] = start.epoch + 1
-            return start
-        row["base_seed"], row["ordinal"], row["resumes"], row["epoch"] = base_seed, ordinal, *fresh[::-1]
-        row["begun"][mine] = fresh.epoch + 1
+            epoch, resumes = int(row["epoch"]), bool(row["resumes"])
+            row["begun"][mine] = epoch + 1
+            return epoch, resumes
+        row["base_seed"], row["ordinal"], row["resumes"], row["epoch"] = base_seed, ordinal, resumes, epoch
+        row["begun"][mine] = epoch + 1
         row["known"] = 1
-        self.follow(max(fresh.epoch, self.next - 1), workers)
-        return fresh
+        self.follow(max(epoch, self.next - 1), workers)
+        return epoch, resumes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import SampleError
 from penstock.samples.layout import DIRECTORY, data_file_name
 from penstock.samples.manifest import AGAIN
-from penstock.storage.nvme import TargetError
+from penstock.storage.nvme.namespace import TargetError
 
 if TYPE_CHECKING:
     from penstock.samples.places import Place

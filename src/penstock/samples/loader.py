@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from penstock.errors import InvalidArgument
 from penstock.samples.decode import Convert, DecodeThreads, Sample, converter, decoded, pinned
-from penstock.samples.epochs import Epoch, EpochCoordinator, EpochStart, Position, from_state
+from penstock.samples.epochs import Epoch, EpochCoordinator, Position, from_state
 from penstock.samples.failures import warn_once
 from penstock.samples.store import Batch, Store
 from penstock.units import parse_bytes
@@ -132,12 +132,12 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """Position and replica of an iteration that nobody told where to begin."""
         worker, workers = 0, 1
         if info is None:
-            start = self._epochs.take()
+            epoch, resumes = self._epochs.take()
         else:
             worker, workers, base_seed = info.id, info.num_workers, info.seed - info.id
             ordinal = self._ordinals[base_seed] = self._ordinals.get(base_seed, -1) + 1
-            start = self._epochs.take_with(base_seed, ordinal, worker, workers)
-        position = self._begin_of(start).divided(self.store.world * workers, self._slots, workers)
+            epoch, resumes = self._epochs.take_with(base_seed, ordinal, worker, workers)
+        position = self._begin_of(epoch, resumes).divided(self.store.world * workers, self._slots, workers)
         return position, position.of_rank(self.store.rank)[worker]
 
     def _from_worker_state(self, position: Position, workers: int) -> tuple[Position, int]:
@@ -154,10 +154,11 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         self._epochs.follow(position.of.epoch, workers)
         return position, next(iter(position.taken))
 
-    def _begin_of(self, start: EpochStart) -> Position:
-        if start.resumes and self._loaded is not None and self._loaded.of.epoch == start.epoch:
+    def _begin_of(self, epoch: int, resumes: bool) -> Position:
+        """Where an epoch begins: at the loaded position, if that is wanted and of this epoch."""
+        if resumes and self._loaded is not None and self._loaded.of.epoch == epoch:
             return self._loaded
-        return self._fresh(start.epoch)
+        return self._fresh(epoch)
 
     def _fresh(self, epoch: int) -> Position:
         store = self.store
@@ -182,7 +183,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
             )
         if self._progress is not None:
             return self._progress.position().state()
-        return self._begin_of(EpochStart(self._epochs.next, self._epochs.resumes)).state()
+        return self._begin_of(self._epochs.next, self._epochs.resumes).state()
 
     def state_after(self, batches: int, workers: int, epoch: int | None = None) -> dict[str, Any]:
         """The state_dict after so many batches were received from a DataLoader with so many workers.
@@ -190,7 +191,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         epoch  that they are of; unless given, the one that was iterated last
         """
         epoch, workers = max(0, self.epoch - 1) if epoch is None else epoch, max(1, workers)
-        begin = self._begin_of(EpochStart(epoch, resumes=True))
+        begin = self._begin_of(epoch, resumes=True)
         position = begin.divided(self.store.world * workers, self._slots, workers)
         return position.advanced(self.store.rank, batches).state()
 

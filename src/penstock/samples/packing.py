@@ -24,7 +24,7 @@ from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
 from penstock.samples.writing import Packed, StoreWriter
-from penstock.storage.nvme import is_url
+from penstock.storage.nvme.url import is_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")

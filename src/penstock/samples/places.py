@@ -25,7 +25,8 @@ from penstock.samples.layout import DIRECTORY, MANIFEST, PARTITION, partition_na
 from penstock.samples.manifest import AGAIN, StoreManifest, open_regular, read_manifest
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.files import OpenFile, from_descriptor
-from penstock.storage.nvme import DEFAULT_TIMEOUT_S, is_url
+from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S
+from penstock.storage.nvme.url import is_url
 from penstock.storage.threads import in_parallel
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -185,7 +186,7 @@ class Folder(Place):
         try:
             manifest = read_manifest(self.path)
         except OSError as error:
-            raise _no_store(self.path, error) from error
+            raise cannot_open(self.path, error) from error
         check_partition(manifest, self.name, str(self))
         return manifest
 
@@ -315,7 +316,7 @@ def _folders_of(folder: Path) -> list[Path]:
     try:
         listed = sorted(os.listdir(folder))
     except OSError as error:
-        raise _no_store(folder, error) from error
+        raise cannot_open(folder, error) from error
     folders = [folder / name for name in partition_names(listed, str(folder))]
     if not folders:
         raise _not_packed(folder, listed)
@@ -327,12 +328,6 @@ def _folders_of(folder: Path) -> list[Path]:
         "Run pack again for these ranks, or mount a list of the partitions that are there",
     )
     return folders
-
-
-def _no_store(folder: Path, error: OSError) -> SampleError:
-    if error.errno in (errno.ENOENT, errno.ENOTDIR) and folder.is_dir():
-        return _not_packed(folder, os.listdir(folder))
-    return cannot_open(folder, error)
 
 
 def _not_packed(folder: Path, listed: Sequence[str]) -> SampleError:

@@ -24,7 +24,7 @@ from penstock.samples.layout import DIRECTORY, bytes_of, text_of
 from penstock.samples.manifest import AGAIN
 from penstock.samples.store import Store, mount
 from penstock.storage.files import Closing
-from penstock.storage.nvme import is_url
+from penstock.storage.nvme.url import is_url
 
 Progress = Callable[[int, int], None]
 Bytes: TypeAlias = "bytes | bytearray | memoryview"

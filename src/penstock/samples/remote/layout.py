@@ -120,11 +120,6 @@ class UploadPlan(NamedTuple):
     superblock: Superblock
     files: tuple[StoredFile, ...]
 
-    @property
-    def extents(self) -> int:
-        """How many there are."""
-        return self.superblock.progress_bytes // PROGRESS_RECORD_BYTES
-
     def each_extent(self) -> Iterator[Extent]:
         """All extents, by number. Files of no bytes have none."""
         number, step = 0, self.superblock.extent_bytes

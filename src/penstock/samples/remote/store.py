@@ -35,18 +35,16 @@ from penstock.samples.remote.layout import (
 )
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c
-from penstock.storage.nvme import (
+from penstock.storage.nvme.contents import HEAD_BYTES, known_contents
+from penstock.storage.nvme.namespace import (
     DEFAULT_TIMEOUT_S,
     Namespace,
     Subsystem,
     TargetError,
-    Url,
     namespaces_of,
-    parse_portal,
-    parse_url,
     subsystems_of,
 )
-from penstock.storage.nvme.contents import HEAD_BYTES, known_contents
+from penstock.storage.nvme.url import Url, parse_portal, parse_url
 from penstock.units import format_bytes
 
 

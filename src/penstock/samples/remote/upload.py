@@ -34,8 +34,9 @@ from penstock.samples.remote.layout import (
 from penstock.samples.remote.store import contents, read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
-from penstock.storage.nvme import DEFAULT_TIMEOUT_S, Namespace, TargetError, is_url, parse_url
 from penstock.storage.nvme.contents import HEAD_BYTES
+from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S, Namespace, TargetError
+from penstock.storage.nvme.url import is_url, parse_url
 from penstock.storage.threads import in_parallel
 from penstock.units import format_bytes, format_bytes_up
 

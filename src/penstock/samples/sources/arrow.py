@@ -285,18 +285,12 @@ class Tables(Numbered):
 
     tables: tuple[Rows, ...]
     description: str
+    encoding: str
     fields: tuple[Field, ...]
+    classes: tuple[str, ...]
+    labels: Labels
     name_column: str | None
     label_column: str | None
-    labels: Labels
-
-    @property
-    def encoding(self) -> str:
-        return "record" if self.fields else "msgpack"
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.labels.classes
 
     def names(self) -> Iterator[str]:
         if self.name_column is None:
@@ -391,7 +385,10 @@ def open_arrow(
         labels = _labels_in(tables, label_column)
     fields = _fields(tables, name_column, encoding, description)
     rows, size_bytes = sum(table.rows for table in tables), sum(table.size_bytes for table in tables)
-    return Tables(rows, size_bytes, tables, description, fields, name_column, label_column, labels)
+    kind, classes = "record" if fields else "msgpack", labels.classes
+    return Tables(
+        rows, size_bytes, tables, description, kind, fields, classes, labels, name_column, label_column
+    )
 
 
 def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:

@@ -192,15 +192,12 @@ class Mds(Numbered):
 
     shards: tuple[_Shard, ...]
     description: str
+    classes: tuple[str, ...]
+    labels: Labels
     name_column: str | None
     label_column: str | None
-    labels: Labels
     encoding: str = "msgpack"
     fields: tuple[Field, ...] = ()
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.labels.classes
 
     def after(self, samples: int) -> Iterator[RawSample]:
         wanted = self.mine[samples:]
@@ -272,8 +269,8 @@ def open_mds(
     if label_column is not None and classes is None:
         rows = (row for shard in shards for _, row in _read(shard, 0, shard.entry.samples))
         labels = Labels.of_values(row[label_column] for row in rows)
-    whole = sum(shard.entry.samples for shard in shards)
-    return Mds(whole, sum(file.bytes for file in raw), shards, name, name_column, label_column, labels)
+    whole, size_bytes = sum(shard.entry.samples for shard in shards), sum(file.bytes for file in raw)
+    return Mds(whole, size_bytes, shards, name, labels.classes, labels, name_column, label_column)
 
 
 def _shard(folder: str, entry: _Entry) -> _Shard:
