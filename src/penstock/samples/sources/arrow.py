@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,8 @@ def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     Lists of numbers become arrays; dates, times and decimals text.
     """
     names, columns = batch.schema.names, [_values(column) for column in batch.columns]
-    for i in range(batch.num_rows):
-        yield {name: values[i] for name, values in zip(names, columns, strict=True)}
+    for values in zip(*columns, strict=True) if columns else repeat((), batch.num_rows):
+        yield dict(zip(names, values, strict=True))
 
 
 def _lacks_values(column: Any, depth: int = 0) -> bool:

@@ -146,14 +146,14 @@ _LARGEST_SHARD_BYTES = 1 << 32  # offsets have 32 bits
 
 
 class _File(msgspec.Struct):
-    """A file, as the index says."""
+    """A file, as the index says. path: there it is a name; `_check` makes a path of it."""
 
-    basename: str
+    path: str = msgspec.field(name="basename")
     bytes: int
     hashes: dict[str, str] = {}
 
 
-class _Entry(msgspec.Struct):
+class _Shard(msgspec.Struct):
     """A shard, as the index says. column_sizes: where there is none, each sample says its own."""
 
     format: str
@@ -166,31 +166,21 @@ class _Entry(msgspec.Struct):
     zip_data: _File | None = None
     compression: str | None = None
 
+    @property
+    def path(self) -> str:
+        return self.raw_data.path
+
 
 class _Index(msgspec.Struct):
     version: int
-    shards: list[_Entry]
-
-
-@dataclass(frozen=True)
-class _Shard:
-    folder: str
-    entry: _Entry
-    decoders: tuple[Decode, ...]
-
-    @property
-    def path(self) -> str:
-        return self.path_of(self.entry.raw_data)
-
-    def path_of(self, file: _File) -> str:
-        return os.path.join(self.folder, file.basename)
+    shards: list[_Shard]
 
 
 @dataclass(frozen=True)
 class Mds(Numbered):
     """The samples of all shards, one after the other."""
 
-    shards: tuple[_Shard, ...]
+    shards: list[_Shard]
     description: str
     classes: tuple[str, ...]
     labels: Labels
@@ -201,7 +191,7 @@ class Mds(Numbered):
 
     def after(self, samples: int) -> Iterator[RawSample]:
         wanted = self.mine[samples:]
-        for shard, first, begin, end in parts_with(wanted, self.shards, lambda each: each.entry.samples):
+        for shard, first, begin, end in parts_with(wanted, self.shards, lambda each: each.samples):
             for number, fields in _read(shard, begin, end):
                 yield self._sample(shard, number, first + number, fields)
 
@@ -249,7 +239,9 @@ def open_mds(
         found = msgspec.json.decode(text, type=_Index)
         if found.version != 2:
             raise ValueError(f"version {found.version} is unknown")
-        shards = tuple(_shard(folder, entry) for entry in found.shards)
+        shards = found.shards
+        for shard in shards:
+            _check(shard, folder)
     except SampleError:
         raise
     except OSError as error:
@@ -258,49 +250,50 @@ def open_mds(
         raise SampleError(f"{index} is not a valid index of MDS shards: {error}") from error
     for column in (name_column, label_column):
         for shard in shards:
-            if column is not None and column not in shard.entry.column_names:
-                names = ", ".join(shard.entry.column_names)
+            if column is not None and column not in shard.column_names:
+                names = ", ".join(shard.column_names)
                 raise InvalidArgument(f"{shard.path} has no column {column!r}, only {names}")
-    raw = [shard.entry.raw_data for shard in shards]
+    raw = [shard.raw_data for shard in shards]
     if any(file.hashes and not _verifiable(file) for file in raw):
         _log.warning("%s: its hashes are of kinds that Python's hashlib has not, and are not verified", index)
     name = printable(os.path.basename(os.path.abspath(folder)))
     labels = Labels(classes or ())
     if label_column is not None and classes is None:
-        rows = (row for shard in shards for _, row in _read(shard, 0, shard.entry.samples))
+        rows = (row for shard in shards for _, row in _read(shard, 0, shard.samples))
         labels = Labels.of_values(row[label_column] for row in rows)
-    whole, size_bytes = sum(shard.entry.samples for shard in shards), sum(file.bytes for file in raw)
+    whole, size_bytes = sum(shard.samples for shard in shards), sum(file.bytes for file in raw)
     return Mds(whole, size_bytes, shards, name, labels.classes, labels, name_column, label_column)
 
 
-def _shard(folder: str, entry: _Entry) -> _Shard:
+def _check(shard: _Shard, folder: str) -> None:
     """Raises ValueError where the index makes no sense, SampleError where it leads elsewhere."""
-    names, encodings, sizes = entry.column_names, entry.column_encodings, entry.column_sizes
-    if entry.format != "mds" or entry.version != 2:
-        raise ValueError(f"shards of format {entry.format!r}, version {entry.version} are unknown")
+    names, encodings, sizes = shard.column_names, shard.column_encodings, shard.column_sizes
+    if shard.format != "mds" or shard.version != 2:
+        raise ValueError(f"shards of format {shard.format!r}, version {shard.version} are unknown")
     if not len(names) == len(encodings) == len(sizes) or len(set(names)) < len(names):
         raise ValueError("columns, encodings and sizes do not go together")
-    if entry.samples < 0:
-        raise ValueError(f"a shard has {entry.samples} samples")
-    for file in filter(None, (entry.raw_data, entry.zip_data)):
-        name = file.basename
+    if shard.samples < 0:
+        raise ValueError(f"a shard has {shard.samples} samples")
+    for encoding in encodings:
+        decoder(encoding)
+    for file in filter(None, (shard.raw_data, shard.zip_data)):
+        name = file.path
         if "\0" in name or name.startswith("/") or {"..", ""} & set(name.split("/")):
             raise SampleError(f"the index in {folder} names the file {name!r}, which lies elsewhere")
         if not 0 <= file.bytes <= _LARGEST_SHARD_BYTES:
             raise ValueError(f"{name} is said to have {file.bytes} bytes")
-    return _Shard(folder, entry, tuple(map(decoder, encodings)))
+        file.path = os.path.join(folder, name)
 
 
 def _read(shard: _Shard, begin: int, end: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Some samples of a shard, each with its number there."""
-    path = shard.path
+    path, decoders = shard.path, list(map(decoder, shard.column_encodings))
     data = _content(shard)
     try:
         count = int.from_bytes(data[:4], "little")
         head = 4 * (count + 2)
-        said = shard.entry.samples
-        if count != said or head > len(data):
-            raise SampleError(f"{path} is damaged: it has {count} samples, and the index says {said}")
+        if count != shard.samples or head > len(data):
+            raise SampleError(f"{path} is damaged: it has {count} samples; the index says {shard.samples}")
         offsets = np.frombuffer(data[4:head], "<u4").astype(np.int64)
         if offsets[0] < head or np.any(np.diff(offsets) < 0) or offsets[-1] > len(data):
             raise SampleError(f"{path} is damaged: its samples lie outside of it")
@@ -308,7 +301,7 @@ def _read(shard: _Shard, begin: int, end: int) -> Iterator[tuple[int, dict[str, 
         for number in range(begin, end):
             sample = data[places[number - begin] : places[number - begin + 1]]
             try:
-                yield number, _columns(shard, sample)
+                yield number, _columns(shard, decoders, sample)
             except (LookupError, ValueError, RecursionError) as error:
                 raise SampleError(f"{path} is damaged in sample {number}: {error}") from None
     finally:
@@ -316,8 +309,8 @@ def _read(shard: _Shard, begin: int, end: int) -> Iterator[tuple[int, dict[str, 
             data.close()
 
 
-def _columns(shard: _Shard, data: bytes) -> dict[str, Any]:
-    sizes, at = [size or 0 for size in shard.entry.column_sizes], 0
+def _columns(shard: _Shard, decoders: list[Decode], data: bytes) -> dict[str, Any]:
+    sizes, at = [size or 0 for size in shard.column_sizes], 0
     for i, size in enumerate(sizes):
         if not size:
             sizes[i] = int.from_bytes(data[at : at + 4], "little")
@@ -325,7 +318,7 @@ def _columns(shard: _Shard, data: bytes) -> dict[str, Any]:
     if at + sum(sizes) != len(data):
         raise ValueError(f"its columns have {at + sum(sizes)} bytes of {len(data)}")
     fields = {}
-    for name, size, decode in zip(shard.entry.column_names, sizes, shard.decoders, strict=True):
+    for name, size, decode in zip(shard.column_names, sizes, decoders, strict=True):
         fields[name] = decode(data[at : at + size])
         at += size
     return fields
@@ -333,17 +326,17 @@ def _columns(shard: _Shard, data: bytes) -> dict[str, Any]:
 
 def _content(shard: _Shard) -> bytes | mmap.mmap:
     """A shard's bytes, verified; mapped where it is not compressed."""
-    raw, packed = shard.entry.raw_data, shard.entry.zip_data
+    raw, packed = shard.raw_data, shard.zip_data
     try:
         if packed is None or os.path.exists(shard.path):
             with open(shard.path, "rb") as file:
                 content: bytes | mmap.mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         else:
-            with open(shard.path_of(packed), "rb") as file:
-                _verify(file.read(packed.bytes + 1), shard, packed)
+            with open(packed.path, "rb") as file:
+                _verify(file.read(packed.bytes + 1), packed)
                 file.seek(0)
                 content = read_up_to(_unpacking(file, shard).read, raw.bytes + 1)
-        _verify(content, shard, raw)
+        _verify(content, raw)
         return content
     except (SampleError, InvalidArgument):
         raise
@@ -353,13 +346,13 @@ def _content(shard: _Shard) -> bytes | mmap.mmap:
         raise SampleError(f"{shard.path} is damaged or cut off: {error}") from error
 
 
-def _verify(data: bytes | mmap.mmap, shard: _Shard, file: _File) -> None:
-    path = shard.path_of(file)
+def _verify(data: bytes | mmap.mmap, file: _File) -> None:
     if len(data) != file.bytes:
-        raise SampleError(f"{path} does not have the {file.bytes} bytes that the index says: copy it again")
+        said = f"the {file.bytes} bytes that the index says"
+        raise SampleError(f"{file.path} does not have {said}: copy it again")
     for kind in _verifiable(file):
         if hashlib.new(kind, data).hexdigest() != file.hashes[kind]:
-            raise SampleError(f"{path} is damaged: its {kind} is wrong. Copy it again")
+            raise SampleError(f"{file.path} is damaged: its {kind} is wrong. Copy it again")
 
 
 def _verifiable(file: _File) -> list[str]:
@@ -367,7 +360,7 @@ def _verifiable(file: _File) -> list[str]:
 
 
 def _unpacking(file: Any, shard: _Shard) -> io.BufferedIOBase:
-    compression = (shard.entry.compression or "").partition(":")[0]
+    compression = (shard.compression or "").partition(":")[0]
     if compression == "gz":
         return gzip.GzipFile(fileobj=file)
     if compression == "bz2":
