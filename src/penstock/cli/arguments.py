@@ -334,9 +334,7 @@ def _pack(names: Commands) -> None:
     _add(source, "--label-column", "arrow: the class of samples", metavar="NAME")
     _add(source, "--label-field", "arrays: the one that holds the class of samples", metavar="NAME")
     _add(source, "--prefix", "webdataset: put the shard before each name", choices=("shard",))
-    source.add_argument(
-        "--follow-links", action="store_true", default=None, help="folder: links, where they stay inside"
-    )
+    _add(source, "--follow-links", "folder: links, where they stay inside", "bool")
 
 
 def _carry_out(name: str, options: argparse.Namespace) -> Answer:
@@ -459,7 +457,7 @@ def _rate(text: str) -> float:
 
 
 def _place(text: str) -> Path | str:
-    from penstock.storage.nvme import is_url
+    from penstock.storage.nvme.url import is_url
 
     return text if is_url(text) else Path(text)
 

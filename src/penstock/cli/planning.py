@@ -40,6 +40,7 @@ from penstock.report.sweep import (
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
 OF_A_PLAN = ("policy", "reason", "lossy", "predicted_s", "predicted_peak_bytes", "lower_bound_s", "gap")
+TIMING = ("step", "of ideal", "above bound", "stalls", "evicted")  # titles of Summary.timing
 BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # from the minimum, 0, to the peak, 1
 
 
@@ -197,7 +198,7 @@ def policy_table(found: Sequence[PolicyResult], chosen: str) -> Table:
         rows.append((entry.policy, *summary.timing(), str(summary.recomputations or "")))
     names = [entry.policy for entry in found]
     return Table(
-        ("policy", "step", "of ideal", "above bound", "stalls", "evicted", "recomputed"),
+        ("policy", *TIMING, "recomputed"),
         rows,
         chosen=names.index(chosen) if chosen in names else None,
         notes=[f"{entry.policy}: {entry.reason}" for entry in found if entry.summary is None],
@@ -231,15 +232,8 @@ def _budgets(captured: Trace, options: Namespace, hardware: Hardware) -> tuple[l
         **_liberties(options),
     )
     cells = [cell for cell in sweep(asked) if cell.summary is not None]
-    rows = [
-        (format_bytes_up(cell.case.budget_bytes), *cell.summary.timing(), cell.limits)
-        for cell in cells
-        if cell.summary is not None
-    ]
-    values = [cell_values(cell) for cell in cells]
     chosen = [cell.case.budget_bytes for cell in cells].index(options.device_budget)
-    columns = ("device budget", "step", "of ideal", "above bound", "stalls", "evicted", "limited by")
-    return values, Table(columns, rows, chosen=chosen)
+    return [cell_values(cell) for cell in cells], _cells_table(cells, chosen)
 
 
 def cell_values(cell: Cell) -> dict[str, Any]:
@@ -355,7 +349,7 @@ def whatif(options: Namespace) -> Answer:
             options.output.write_bytes(msgspec.json.format(msgspec.json.encode(values)))
     return Answer(
         values=values,
-        shown=[_whatif_table(cells), said],
+        shown=[_cells_table(cells), said],
         written=[options.output] if options.output else [],
         exit_code=INFEASIBLE if infeasible else 0,
     )
@@ -380,24 +374,18 @@ def _disk_rates(cell: Cell) -> list[str]:
 # A column of the sweep: its title, and what stands there. Shown where it differs between cells.
 _ASKED: tuple[tuple[str, Callable[[Cell], str]], ...] = (
     ("trace", lambda cell: cell.case.label),
-    ("budget", lambda cell: format_bytes(cell.case.budget_bytes)),
+    ("budget", lambda cell: format_bytes_up(cell.case.budget_bytes)),
     ("host", lambda cell: format_bytes(cell.case.hardware.host_bytes)),
     ("disks", lambda cell: f"{cell.case.disks:g}, {' / '.join(_disk_rates(cell))}"),
 )
 
 
-def _whatif_table(cells: Sequence[Cell]) -> Table:
+def _cells_table(cells: Sequence[Cell], chosen: int | None = None) -> Table:
     asked = [(title, say) for title, say in _ASKED if len({say(cell) for cell in cells}) > 1]
     asked = asked or list(_ASKED[:1])
     by_sample = any(cell.sample_s is not None for cell in cells) and len({c.case.label for c in cells}) > 1
-    answered = ("step", "of ideal", "above bound", "stalls", "evicted")
-    columns = (
-        *(title for title, _ in asked),
-        *answered,
-        *(["a sample"] if by_sample else []),
-        "disk",
-        "limited by",
-    )
+    columns = (*(title for title, _ in asked), *TIMING, *(["a sample"] if by_sample else []))
+    columns += ("disk", "limited by")
     rows, notes = [], []
     for cell in cells:
         row = [say(cell) for _, say in asked]
@@ -410,4 +398,4 @@ def _whatif_table(cells: Sequence[Cell]) -> Table:
             row.append(format_seconds(cell.sample_s) if cell.sample_s is not None else "")
         disk = ("fast enough" if cell.disk_is_enough else "too slow") if cell.uses_disk else "not used"
         rows.append((*row, disk, cell.limits))
-    return Table(columns, rows, notes=notes)
+    return Table(columns, rows, chosen, notes)

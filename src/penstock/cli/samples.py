@@ -38,7 +38,7 @@ OPTIONS = ("name_column", "label_column", "label_field", "prefix", "follow_links
 
 
 def pack(options: Namespace) -> Answer:
-    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    given = {name: value for name in OPTIONS if (value := getattr(options, name)) not in (None, False)}
     paths = options.source[0] if len(options.source) == 1 else options.source
     source = open_source(paths, format=options.format, **given)
     samples, size_bytes = (source.samples, source.size_bytes) if options.world == 1 else (None, None)

@@ -100,17 +100,12 @@ def choose_micro_batch(
         found = known[size]
         return None if isinstance(found, InvalidArgument) else found
 
-    def first_above(measure: Callable[[Trace], int]) -> int:
-        """Position of the first size for which it is above the budget; what cannot be traced is too small."""
-
-        def is_above(size: int) -> bool:
-            trace = traced(size)
-            return trace is not None and measure(trace) > budget_bytes
-
-        return bisect_left(sizes, True, key=is_above)
+    def is_above(measure: Callable[[Trace], int]) -> Callable[[int], bool]:
+        """Whether a size is above the budget; what cannot be traced is too small."""
+        return lambda size: (trace := traced(size)) is not None and measure(trace) > budget_bytes
 
     sizes = rounded_sizes(batch)
-    runs = first_above(minimum_bytes)
+    runs = bisect_left(sizes, True, key=is_above(minimum_bytes))
     if not runs:
         needed = minimum_bytes(trace_of(1))
         raise BudgetTooSmall(
@@ -118,7 +113,7 @@ def choose_micro_batch(
             f"{format_bytes(budget_bytes)}. No plan can help: raise the budget to {format_bytes_up(needed)}",
             needed,
         )
-    fits = first_above(working_set_bytes)
+    fits = bisect_left(sizes, True, key=is_above(working_set_bytes))
     within, largest = sizes[max(fits - 1, 0)], sizes[runs - 1]
     powers = (size for size in sizes[:runs] if size & (size - 1) == 0)
     # Of the sizes that make as many parts, the smallest.

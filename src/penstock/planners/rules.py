@@ -1,11 +1,5 @@
 """Policies that work through a list of tensors, and what `flashneuron` and `g10` share with them.
 
-- Ranges of kernels that may reach into the next iteration, over arrays with an entry for each kernel.
-- `feature_maps`: which of the inactive periods (G10's vitality analysis, section 4.2) vDNN offloads.
-- `Room`: which tier has room for a copy; `evict_further`: what leaves too where a policy leaves the device
-  above its budget.
-- `prefetch_ahead`: when to bring evicted tensors back (G10 section 4.4).
-
 `evict_all` evicts whatever can leave: no planning, and the least memory that a step can have.
 
 vDNN (Rhu et al., MICRO 2016) offloads feature maps in the forward pass, and prefetches one ahead: `vdnn_all`
@@ -77,8 +71,8 @@ _BACKWARD = PHASES.index("backward")
 
 
 def feature_maps(trace: Trace) -> BoolArray:
-    """[P] whether each inactive period is of an activation, or an input, of the forward pass that the
-    backward pass uses."""
+    """[P] whether each inactive period (G10's vitality analysis, section 4.2) is of an activation, or an
+    input, of the forward pass that the backward pass uses: vDNN offloads these."""
     periods, first_backward = trace.periods, boundary(trace)
     crosses = (periods.begin <= first_backward) & (periods.end >= first_backward)
     carried = ~trace.tensor_persistent[periods.tensor] & (periods.end < trace.kernels)
@@ -229,7 +223,8 @@ def prefetch_ahead(
     budget_bytes: int,
     earliest: Sequence[int] | None = None,
 ) -> tuple[Evict, ...]:
-    """The same evictions, which return on demand as given, prefetched ahead where memory allows.
+    """The same evictions, which return on demand as given, prefetched ahead where memory allows (G10
+    section 4.4).
 
     Those that come first in `evictions` get memory first. One that would come back immediately
     stays on the device, and is left out.

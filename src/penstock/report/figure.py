@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,7 +113,8 @@ def figure(chart: Chart) -> Figure:
 
 def kernel_texts(trace: Trace) -> list[list[str]]:
     """[K] lines that say what a kernel is."""
-    used = _used_bytes(trace)
+    used = np.zeros(trace.kernels, dtype=np.int64)  # bytes of the tensors that each uses
+    np.add.at(used, trace.uses.values, trace.tensor_bytes[trace.uses.owners])
     return [
         [
             f"kernel {index} {name}",
@@ -194,31 +196,17 @@ def stall_texts(trace: Trace, timeline: Timeline) -> list[list[str]]:
 def copies_waited_for(timeline: Timeline) -> list[list[Span]]:
     """For each stall, the copies that ended while it lasted, the last of them about when it did."""
     links = {"prefetch": ("host_to_device", "disk_read"), "memory": ("device_to_host", "disk_write")}
-    by_end = {
-        cause: sorted(
-            (span for link in of_cause for span in copies(timeline, link) if span.index >= 0), key=_end_s
-        )
-        for cause, of_cause in links.items()
-    }
+    by_end: dict[str, list[Span]] = {}
+    for cause, of_cause in links.items():
+        spans = [span for link in of_cause for span in copies(timeline, link) if span.index >= 0]
+        by_end[cause] = sorted(spans, key=attrgetter("end_s"))
     found = []
     for stall in timeline.stalls:
         spans = by_end.get(stall.cause, [])
         slack_s = 1e-9 + 0.02 * (stall.end_s - stall.start_s)
-        first = bisect_right(spans, stall.start_s, key=_end_s)
-        found.append(spans[first : bisect_right(spans, stall.end_s + slack_s, key=_end_s)])
+        first = bisect_right(spans, stall.start_s, key=attrgetter("end_s"))
+        found.append(spans[first : bisect_right(spans, stall.end_s + slack_s, key=attrgetter("end_s"))])
     return found
-
-
-def _end_s(span: Span) -> float:
-    return span.end_s
-
-
-def _used_bytes(trace: Trace) -> list[int]:
-    """[K] bytes of the tensors that each kernel uses."""
-    used = np.zeros(trace.kernels, dtype=np.int64)
-    np.add.at(used, trace.uses.values, trace.tensor_bytes[trace.uses.owners])
-    result: list[int] = used.tolist()
-    return result
 
 
 def _kernel(trace: Trace, index: int) -> str:

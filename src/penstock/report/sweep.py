@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import TypeVar
 
 from penstock.core.hardware import Hardware
@@ -354,17 +355,12 @@ def verdict(cells: Sequence[Cell]) -> str:
             f"step takes {step}, and a disk that never kept it waiting would make it "
             f"{format_seconds(best.fast_disk_s)}."
         )
-    most_too_few = max(cell.case.disks for cell in using if not cell.disk_is_enough)
-    more = min((cell.case for cell in using if cell.case.disks > most_too_few), key=_count, default=None)
-    lacking = max((cell.case for cell in using), key=_count)
-    return (
-        f"It depends: the disk is fast enough in {len(enough)} of {len(using)} cases that use it{aside}; "
-        + (f"in all of them with {_disks(more)}." if more else f"not in all of them with {_disks(lacking)}.")
-    )
-
-
-def _count(case: Case) -> float:
-    return case.disks
+    said = f"It depends: the disk is fast enough in {len(enough)} of {len(using)} cases that use it{aside}; "
+    lacking = max((cell.case for cell in using if not cell.disk_is_enough), key=attrgetter("disks"))
+    more = [cell.case for cell in using if cell.case.disks > lacking.disks]
+    if not more:
+        return f"{said}not in all of them with {_disks(lacking)}."
+    return f"{said}in all of them with {_disks(min(more, key=attrgetter('disks')))}."
 
 
 def _disks(case: Case) -> str:
