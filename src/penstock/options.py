@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.core.hardware import Hardware
     from penstock.core.plan import Plan
     from penstock.runtime.run import Offload
-    from penstock.storage.nvme import Url
+    from penstock.storage.nvme.url import Url
 
 # A policy is the function of this name in a module of penstock.planners.
 POLICIES = {

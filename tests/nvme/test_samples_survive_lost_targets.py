@@ -20,7 +20,7 @@ from penstock import cli
 from penstock.errors import SampleError
 from penstock.samples import Store, mount, upload, verify
 from penstock.samples.remote.upload import Upload, local_store, upload_to
-from penstock.storage.nvme import Namespace
+from penstock.storage.nvme.namespace import Namespace
 from penstock.storage.nvme.url import parse_url
 from tests.support.nvme_target.process import Target
 from tests.support.remote_stores import MIB, TIMEOUT_S, image_of, serving, url_of

@@ -326,7 +326,7 @@ def test_a_process_that_was_killed_keeps_nobody_off(target: Target) -> None:
 def test_what_a_dead_machine_has_left_is_taken_over_when_asked(target: Target, tmp_path: Path) -> None:
     """Not by itself, nor from a run that goes on here, nor anything that is no run's."""
     image = image_of(tmp_path)
-    dead = own_marker()._replace(place=bytes(16), host="gone").encoded()
+    dead = own_marker()._replace(place=bytes(16), host=b"gone").encoded()
     url = url_of(target, options="&takeover=1")
     with open(image, "r+b") as file:
         file.write(dead)

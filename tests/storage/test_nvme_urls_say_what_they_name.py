@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
-from penstock.storage.nvme import Portal, Url, is_url, parse_portal, parse_url, this_host
+from penstock.storage.nvme.namespace import this_host
+from penstock.storage.nvme.url import Portal, Url, is_url, parse_portal, parse_url
 
 # Letters of any language, and what URLs have their own use for; no spaces or control characters.
 names = st.text(

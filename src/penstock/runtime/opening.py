@@ -30,7 +30,7 @@ from penstock.runtime.micro_batches import AUTO, Splitter
 from penstock.runtime.requirements import require_torch
 from penstock.runtime.run import Offload
 from penstock.runtime.steps import StepKinds
-from penstock.storage.nvme import Url
+from penstock.storage.nvme.url import Url
 from penstock.storage.spill import SpillSpace, as_paths
 from penstock.units import format_bytes, share_bytes
 

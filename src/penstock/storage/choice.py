@@ -228,7 +228,7 @@ class Choice:
         self.paths = dict(paths)
         self.explores = self.shares = False
         # Of the time of a transfer, what each path may spend: of both kinds, but for the best.
-        self._earns, self._reexplores = reexplore / max(2 * len(paths) - 2, 1), reexplore > 0
+        self._earns = reexplore / max(2 * len(paths) - 2, 1)
         self._copying = frozenset(copying)
         self._classes: dict[int, SizeClass] = {}
         if tables is not None:
@@ -325,7 +325,7 @@ class Choice:
         chosen = known.first_exploration(kind, media) if explore else None
         if chosen is None and not best.count:
             chosen = self._neighbour(kind, known, media)
-        elif chosen is None and explore and self._reexplores:
+        elif chosen is None and explore and self._earns:
             asks = known.asks[kind] = known.asks[kind] + 1
             # Reads elsewhere are rare: each may be an exploration.
             if not asks % PACE or (kind == "read" and known.home not in media):

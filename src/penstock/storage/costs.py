@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from penstock.core import files
 from penstock.errors import InvalidArgument
-from penstock.storage.nvme import Url
+from penstock.storage.nvme.url import Url
 from penstock.units import format_seconds
 
 logger = logging.getLogger("penstock")

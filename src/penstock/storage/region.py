@@ -14,7 +14,7 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import Directories
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents, Stripes
 from penstock.storage.files import from_descriptor
-from penstock.storage.nvme import Url, is_url, parse_url
+from penstock.storage.nvme.url import Url, is_url, parse_url
 from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.transfer import Transfer
 from penstock.units import format_bytes, format_bytes_up

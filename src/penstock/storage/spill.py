@@ -19,7 +19,7 @@ from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
 from penstock.storage.exchange import Exchange
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.files import Closing
-from penstock.storage.nvme import Url
+from penstock.storage.nvme.url import Url
 from penstock.storage.paths import REMOTE_TRANSPORTS, TRANSPORTS, IoPath, IoPaths
 from penstock.storage.queue import CLOSED, Queue
 from penstock.storage.region import Region, SpillFile, as_paths

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.extents import ALIGNMENT_BYTES
-from penstock.storage.nvme import Namespace, TargetError, Url
 from penstock.storage.nvme.contents import HEAD_BYTES, MARKER_BYTES, in_the_way, marker_of, own_marker
+from penstock.storage.nvme.namespace import Namespace, TargetError
+from penstock.storage.nvme.url import Url
 from penstock.storage.transfer import Transfer
 from penstock.units import format_bytes, format_bytes_up
 
@@ -107,7 +108,7 @@ class SpillNamespace:
         if self._namespace.is_usable:
             until_s = int(time.time() + late_s) + 1 if late_s > 0 else 0
             try:
-                self._write(self._marker._replace(in_use=False, late_until_s=until_s).encoded())
+                self._write(self._marker._replace(state=until_s).encoded())
             except TargetError as error:
                 logger.warning("%s still says that this run spills to it: %s", self.place, error)
         self._namespace.close()
@@ -141,7 +142,7 @@ class SpillNamespace:
                 f"{format_bytes(HEAD_BYTES)}."
             )
         last = marker_of(head)
-        wait_s = min(last.late_until_s - time.time(), _LONGEST_WAIT_S) if last is not None else 0.0
+        wait_s = min(last.state - time.time(), _LONGEST_WAIT_S) if last is not None else 0.0
         if wait_s > 0:
             logger.info("waiting %.0f s: writes to %s of an earlier run may land yet", wait_s, self.place)
             time.sleep(wait_s)

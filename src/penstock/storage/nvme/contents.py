@@ -51,6 +51,7 @@ def known_contents(head: bytes | bytearray) -> str | None:
 
 MARKER_BYTES = 4096  # a multiple of every block that is spilled to
 
+IN_USE = 1
 _VERSION = 1
 _MARKER = struct.Struct("<16sII16s16sQQ64s")  # then a CRC-32C of it
 
@@ -58,35 +59,24 @@ _MARKER = struct.Struct("<16sII16s16sQQ64s")  # then a CRC-32C of it
 class Marker(NamedTuple):
     """Who spills.
 
-    in_use         False: it has ended
+    state          `IN_USE`; of a run that has ended, time.time() until which a write of it may land, or 0
     random         16 bytes, of this run alone
     place          16 bytes: the machine since it was started, and its container
     process        number of the process there
     started_ticks  when that began, as of /proc
-    host           name of the machine, for messages
-    late_until_s   time.time() until which a write of a run that has ended may land; 0: none does
+    host           name of the machine, in at most 64 bytes, for messages
     """
 
-    in_use: bool
+    state: int
     random: bytes
     place: bytes
     process: int
     started_ticks: int
-    host: str
-    late_until_s: int = 0
+    host: bytes
 
     def encoded(self) -> bytes:
         """[4096 bytes]"""
-        packed = _MARKER.pack(
-            SPILL_MAGIC,
-            _VERSION,
-            int(self.in_use) or self.late_until_s,
-            self.random,
-            self.place,
-            self.process,
-            self.started_ticks,
-            self.host.encode()[:64],
-        )
+        packed = _MARKER.pack(SPILL_MAGIC, _VERSION, *self)
         return (packed + struct.pack("<I", crc32c(packed))).ljust(MARKER_BYTES, b"\0")
 
 
@@ -95,24 +85,14 @@ def marker_of(head: bytes | bytearray) -> Marker | None:
     packed, crc = head[: _MARKER.size], head[_MARKER.size : _MARKER.size + 4]
     if len(crc) < 4 or not packed.startswith(SPILL_MAGIC) or crc != struct.pack("<I", crc32c(packed)):
         return None
-    _, version, in_use, random, place, process, started_ticks, host = _MARKER.unpack(packed)
-    if version != _VERSION:
-        return None
-    return Marker(
-        in_use == 1,
-        random,
-        place,
-        process,
-        started_ticks,
-        host.rstrip(b"\0").decode("utf-8", "replace"),
-        in_use if in_use > 1 else 0,
-    )
+    _, version, *fields = _MARKER.unpack(packed)
+    return Marker(*fields) if version == _VERSION else None
 
 
 def own_marker() -> Marker:
     """Of this process, for one run."""
-    process = os.getpid()
-    return Marker(True, os.urandom(16), _place(), process, _started_ticks(process), socket.gethostname())
+    process, host = os.getpid(), socket.gethostname().encode()
+    return Marker(IN_USE, os.urandom(16), _place(), process, _started_ticks(process), host)
 
 
 def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
@@ -129,9 +109,10 @@ def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
         return known_contents(head)
     if any(head[MARKER_BYTES:]):
         return "data that is not penstock's"
-    if not marker.in_use:
+    if marker.state != IN_USE:
         return None
-    run = f"the spill space of process {marker.process} on {marker.host or 'another machine'}"
+    host = marker.host.rstrip(b"\0").decode("utf-8", "replace") or "another machine"
+    run = f"the spill space of process {marker.process} on {host}"
     if marker.place != _place():
         gone = "has not said that it has ended (if that machine is gone, add &takeover=1 to the URL)"
         return None if takeover else f"{run}, which {gone}"
