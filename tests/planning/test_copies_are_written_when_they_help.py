@@ -13,7 +13,7 @@ from penstock.core.plan import Plan
 from penstock.core.trace import within_budget
 from penstock.planners import plan
 from penstock.planners.optimal.lp import dive, fractional_plan
-from penstock.planners.optimal.search import Improver, choices
+from penstock.planners.optimal.search import FoundPlan, choices, plan_search
 from penstock.planners.problem import Problem
 from penstock.simulator import DISK, HOST, KEEP, simulate
 from tests.support.traces import Step, gpt, machine
@@ -70,9 +70,10 @@ def test_a_copy_on_another_tier_does_not_break_it() -> None:
         elif not wraps:
             action[period] = HOST if options.end[period] < 4 else DISK
     for seed in range(5):
-        found = Improver(problem, options).improved(
-            action, np.zeros_like(action), evaluations=200, seconds=60.0, target_s=0.0, seed=seed
+        improved = plan_search(problem, options).improve(
+            action, np.zeros_like(action), 200, seconds=60.0, target_s=0.0, temperature=0.0, seed=seed
         )
+        found = FoundPlan(*improved)
         evictions, _ = found.intervals(trace)
         made = Plan(policy="", device_budget_bytes=210, evictions=evictions, trace=trace)
         assert check(trace, made, hardware) == []

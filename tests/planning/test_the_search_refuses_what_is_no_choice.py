@@ -11,7 +11,7 @@ import pytest
 from penstock._native import PlanSearch
 from penstock._native import Replay as NativeReplay
 from penstock.core.memory_profile import minimum_bytes
-from penstock.planners.optimal.search import Improver, choices, search_columns
+from penstock.planners.optimal.search import FoundPlan, choices, plan_search, search_columns
 from penstock.planners.problem import Problem
 from penstock.simulator import machine_columns, trace_columns
 from tests.support.traces import gpt, machine
@@ -66,27 +66,25 @@ def test_traces_are_checked(name: str, value: int) -> None:
 
 
 def test_choices_for_other_periods_are_refused() -> None:
-    improver = Improver(PROBLEM, OPTIONS)
+    search = plan_search(PROBLEM, OPTIONS)
     short, nothing = np.zeros(len(OPTIONS) - 1, dtype=np.int8), np.zeros(len(OPTIONS), dtype=np.int8)
     with pytest.raises(ValueError, match="another number of periods"):
-        improver.repaired(short)
+        search.repair(short, True)
     for action, late in ((short, nothing), (nothing, short)):
         with pytest.raises(ValueError, match="another number of periods"):
-            improver.improved(action, late, evaluations=1, seconds=1.0, target_s=0.0)
+            search.improve(action, late, 1, 1.0, 0.0, 0.0, 0)
     for wrong in (-1, 1, 6, 127):  # there is no host
         with pytest.raises(ValueError, match="by an action that it cannot take"):
-            improver.repaired(np.full(len(OPTIONS), wrong, dtype=np.int8))
+            search.repair(np.full(len(OPTIONS), wrong, dtype=np.int8), True)
 
 
 def test_two_threads_find_what_one_finds() -> None:
-    improver = Improver(PROBLEM, OPTIONS)
-    found = improver.repaired(np.zeros(len(OPTIONS), dtype=np.int8))
+    search = plan_search(PROBLEM, OPTIONS)
+    found = search.repair(np.zeros(len(OPTIONS), dtype=np.int8), True)
     assert found is not None
 
     def improved(seed: int) -> tuple[float, list[int]]:
-        best = improver.improved(
-            found, np.zeros_like(found), evaluations=150, seconds=60.0, target_s=0.0, seed=seed
-        )
+        best = FoundPlan(*search.improve(found, np.zeros_like(found), 150, 60.0, 0.0, 0.0, seed))
         return best.iteration_s, best.action.tolist()
 
     alone = [improved(seed) for seed in range(6)]

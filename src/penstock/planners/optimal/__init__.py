@@ -28,10 +28,10 @@ from penstock.planners.optimal.search import (
     ActionArray,
     Choices,
     FoundPlan,
-    Improver,
     actions_of,
     choices,
     everything_away,
+    plan_search,
     round_fractions,
     seeds,
 )
@@ -176,15 +176,18 @@ def _starts(
     """The seeds as plans that fit, and the given one, the fastest first."""
     begun_s = time.perf_counter()
     trace, fractions = problem.trace, relaxed.fractions
-    improver = Improver(problem, options, fractions)
+    search = plan_search(problem, options, fractions)
 
     def fitted(action: ActionArray) -> None:
         tried = []
         for pruned in (True, False):
-            repaired = improver.repaired(action, pruned=pruned)
+            repaired = search.repair(action, pruned)
             if repaired is not None:
                 late = np.zeros_like(repaired)
-                tried.append(improver.improved(repaired, late, evaluations=0, seconds=math.inf, target_s=0.0))
+                placed = search.improve(
+                    repaired, late, evaluations=0, seconds=math.inf, target_s=0.0, temperature=0.0, seed=0
+                )
+                tried.append(FoundPlan(*placed))
         best = min(tried, key=lambda start: start.iteration_s, default=None)
         if best is not None and math.isfinite(best.iteration_s):
             found.append(best)
@@ -224,7 +227,7 @@ def _search(
     target_s = bound_s * GOOD_ENOUGH
     changes = min(MOST_CHANGES, WORK // max(trace.kernels + len(options), 1)) // ROUNDS
     best = starts[0]
-    improvers = [Improver(problem, options, fractions) for _ in range(len(TEMPERATURES))]
+    means = [plan_search(problem, options, fractions) for _ in range(len(TEMPERATURES))]
     froms = [starts[min(index, len(starts) - 1)] for index in range(len(TEMPERATURES))]
     tried, without_gain, timed_out = 0, 0, seconds <= 0
     with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
@@ -235,7 +238,7 @@ def _search(
             far = min((best.iteration_s / max(bound_s, 1e-12) - 1) / FAR, 1.0)
             searches = [
                 pool.submit(
-                    improver.improved,
+                    search.improve,
                     start.action,
                     start.late,
                     evaluations=changes,
@@ -244,9 +247,9 @@ def _search(
                     temperature=TEMPERATURES[index] * far * WARMER**without_gain,
                     seed=turn * len(TEMPERATURES) + index,
                 )
-                for index, (improver, start) in enumerate(zip(improvers, froms, strict=True))
+                for index, (search, start) in enumerate(zip(means, froms, strict=True))
             ]
-            results = [search.result() for search in searches]
+            results = [FoundPlan(*each.result()) for each in searches]
             before_s = best.iteration_s
             best = min([best, *results], key=lambda candidate: candidate.iteration_s)
             tried += sum(result.evaluations for result in results)

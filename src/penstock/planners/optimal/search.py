@@ -148,40 +148,17 @@ class FoundPlan(NamedTuple):
         )
 
 
-class Improver:
-    """What can be done with a problem's periods, and the means to try it. One thread works at a time."""
+def plan_search(problem: Problem, choices: Choices, bias: FloatArray | None = None) -> PlanSearch:
+    """The means to try what can be done with a problem's periods.
 
-    def __init__(self, problem: Problem, choices: Choices, bias: FloatArray | None = None) -> None:
-        """bias: [P, A] how much of each period each action has in the linear program."""
-        self._search = PlanSearch(*search_columns(problem, choices, bias))
+    bias   [P, A] how much of each period each action has in the linear program
 
-    def repaired(self, action: ActionArray, *, pruned: bool = True) -> ActionArray | None:
-        """The nearest choice found that fits; None where none was.
-
-        pruned   without what would not be needed if copies took no time
-        """
-        return self._search.repair(action, pruned)
-
-    def improved(
-        self,
-        action: ActionArray,
-        late: ActionArray,
-        *,
-        evaluations: int,
-        seconds: float,
-        target_s: float,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> FoundPlan:
-        """The best found near a choice that fits, with all its prefetches placed.
-
-        late          [P] as in FoundPlan
-        evaluations   how many changes are tried, of all that time allows
-        target_s      an iteration time that is good enough
-        temperature   how much worse a change may be at first, as a fraction of the iteration time
-        """
-        found = self._search.improve(action, late, evaluations, seconds, target_s, temperature, seed)
-        return FoundPlan(*found)
+    Its ``repair(action, pruned)`` gives the nearest choice found that fits; None where none does. Pruned, it
+    is without what would not be needed if copies took no time. Its ``improve`` gives the fields of the best
+    FoundPlan near a choice that fits, after ``evaluations`` changes, or where it is as good as ``target_s``.
+    A change may be worse at first by ``temperature``, a fraction of the iteration time.
+    """
+    return PlanSearch(*search_columns(problem, choices, bias))
 
 
 def search_columns(
