@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -83,12 +82,6 @@ class Writer(_Directory, StorageWriter):
     directory   that all ranks see; it is made where it is not there. What is in it stays valid until the
                 new checkpoint is complete, and takes room until then. One job at a time writes to it
     """
-
-    save_id = ""
-
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        super().reset(checkpoint_id)
-        self.save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -146,9 +139,6 @@ class Writer(_Directory, StorageWriter):
             is_left = _FOLDER.fullmatch(entry.name) and entry.name not in kept
             if is_left and entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=os.fspath(self.directory), save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:

@@ -56,13 +56,12 @@ class Match:
         """``into`` with all that the file holds and is not a tensor: in place where it can be."""
         if saved is _NOTHING or isinstance(into, torch.Tensor):
             return into
-        if isinstance(into, torch.nn.Module):
-            if not all(isinstance(value, torch.Tensor) for value in saved.values()):  # extra state
+        if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
+            if not all(
+                isinstance(value, torch.Tensor) for value in saved.values()
+            ):  # of a module, extra state
                 state = self._states[id(into)]
                 into.load_state_dict(self.take_over(_wrapped_alike(saved, state), state))
-            return into
-        if isinstance(into, torch.optim.Optimizer):
-            into.load_state_dict(self.take_over(saved, self._states[id(into)]))
             return into
         if isinstance(into, dict) and isinstance(saved, Mapping):
             for key, value in saved.items():
@@ -79,11 +78,9 @@ class Match:
     def _compare(self, path: str, saved: Any, into: Any) -> None:
         if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
             state = self._states[id(into)] = into.state_dict()
-            if isinstance(into, torch.nn.Module):
-                saved = _wrapped_alike(saved, state)
-            else:
+            if isinstance(into, torch.optim.Optimizer):
                 self._prepare_optimizer(path, saved, state)
-            into = state
+            saved, into = _wrapped_alike(saved, state), state
         if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
             if difference := _difference(saved, into):
                 self._different.append(f"{path or 'the tensor'} ({difference})")

@@ -11,6 +11,7 @@ The tree that is read is not trusted: every view is checked to lie inside its en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -284,9 +285,8 @@ def _complete(uses: Sequence[_Use], entry: Stored) -> None:
 
 
 class Rebuilt:
-    """The tensors of a state, out of its entries.
+    """The tensors of a state, out of its entries by name, which have no gaps.
 
-    tensors    the entries by name, as they were loaded, without gaps
     restride   False: a tensor that had its dimensions in another order is given as a view of its entry,
                in which they are in order; else it is copied
     """
@@ -445,12 +445,8 @@ def is_spread(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """There are no gaps, in whatever order the dimensions are."""
-    step = 1
-    for i in _inner_first(shape, stride):
-        if stride[i] != step:
-            return False
-        step *= shape[i]
-    return True
+    spanned = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size > 1)
+    return is_spread(shape, stride) and spanned == math.prod(size for size in shape if size > 1)
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
