@@ -34,11 +34,7 @@ class Rows(Numbered):
     """Arrays [samples, ...], in blocks. In a partition, too, rows keep their numbers as names."""
 
     arrays: dict[str, npt.NDArray[Any]]
-    fields: tuple[Field, ...]
-    description: str
     label_field: str | None
-    classes: tuple[str, ...]
-    encoding: str = "record"
 
     def after(self, samples: int) -> Iterator[Block]:
         mine = self.mine[samples:]
@@ -90,7 +86,8 @@ def open_arrays(source: Any, *, label_field: str | None = None, classes: Sequenc
     )
     whole = next(iter(lengths.values()))
     size_bytes = whole * Decoder("record", fields).record_bytes
-    return Rows(whole, size_bytes, arrays, fields, description, label_field, tuple(classes or ()))
+    known = tuple(classes or ())
+    return Rows(description, "record", known, whole, size_bytes, arrays, label_field, fields=fields)
 
 
 def record_block(

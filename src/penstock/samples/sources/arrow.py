@@ -284,10 +284,6 @@ class Tables(Numbered):
     """The rows of several files, one after the other."""
 
     tables: tuple[Rows, ...]
-    description: str
-    encoding: str
-    fields: tuple[Field, ...]
-    classes: tuple[str, ...]
     labels: Labels
     name_column: str | None
     label_column: str | None
@@ -367,27 +363,27 @@ def open_arrow(
 
     Raises InvalidArgument for columns that are not there, SampleError for files that cannot be read.
     """
-    tables, description = _tables(source)
+    tables, name = _tables(source)
     schema = tables[0].schema
     for table in tables[1:]:
         if not table.schema.equals(schema, check_metadata=False):
             raise SampleError(f"{table.path} has other columns than {tables[0].path}: pack them apart")
     if len(set(schema.names)) < len(schema.names):
-        raise SampleError(f"{description} has two columns of one name: rename one of them")
+        raise SampleError(f"{name} has two columns of one name: rename one of them")
     for wanted in (name_column, label_column):
         if wanted is not None and wanted not in schema.names:
-            raise InvalidArgument(f"{description} has no column {wanted!r}, only {', '.join(schema.names)}")
+            raise InvalidArgument(f"{name} has no column {wanted!r}, only {', '.join(schema.names)}")
     named = _class_names(schema)
     if label_column is None and len(named) == 1:
         label_column = next(iter(named))
     labels = Labels(named.get(label_column or "", ()))
     if label_column is not None and not labels.classes:
         labels = _labels_in(tables, label_column)
-    fields = _fields(tables, name_column, encoding, description)
+    fields = _fields(tables, name_column, encoding, name)
     rows, size_bytes = sum(table.rows for table in tables), sum(table.size_bytes for table in tables)
-    kind, classes = "record" if fields else "msgpack", labels.classes
+    kind = "record" if fields else "msgpack"
     return Tables(
-        rows, size_bytes, tables, description, kind, fields, classes, labels, name_column, label_column
+        name, kind, labels.classes, rows, size_bytes, tables, labels, name_column, label_column, fields=fields
     )
 
 

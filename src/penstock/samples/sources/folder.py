@@ -12,7 +12,6 @@ from functools import partial
 
 from penstock.errors import SampleError
 from penstock.samples.layout import text_of
-from penstock.samples.manifest import Field
 from penstock.samples.sources.source import Numbered, RawSample, printable, read_up_to
 
 _log = logging.getLogger("penstock")
@@ -25,16 +24,6 @@ class Files(Numbered):
     root: bytes
     follow_links: bool
     tops: tuple[str, ...]
-    encoding: str = "raw"
-    fields: tuple[Field, ...] = ()
-
-    @property
-    def description(self) -> str:
-        return f"folder {printable(text_of(os.path.basename(os.path.abspath(self.root))))}"
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(map(printable, self.tops))
 
     def names(self) -> Iterator[str]:
         return (text_of(name) for name in self._mine(0))
@@ -86,7 +75,9 @@ def open_folder(path: str | os.PathLike[str], *, follow_links: bool = False) -> 
             len(skipped),
             ", ".join(map(text_of, skipped[:3])) + (", ..." if len(skipped) > 3 else ""),
         )
-    return Files(whole, None, root, follow_links, tuple(map(text_of, sorted(tops))) if in_folders else ())
+    description = f"folder {printable(text_of(os.path.basename(os.path.abspath(root))))}"
+    names = tuple(map(text_of, sorted(tops))) if in_folders else ()
+    return Files(description, "raw", tuple(map(printable, names)), whole, None, root, follow_links, names)
 
 
 def _walk(

@@ -10,23 +10,17 @@ from typing import Any
 from penstock.errors import InvalidArgument
 from penstock.samples.encoding import encode
 from penstock.samples.layout import bytes_of
-from penstock.samples.manifest import Field
-from penstock.samples.sources.source import Partitioned, RawSample, check_label
+from penstock.samples.sources.source import RawSample, Source, check_label
 
 _ACCEPTED = "give (name, bytes), (name, fields), (name, bytes or fields, label), bytes or fields"
 
 
 @dataclass(frozen=True)
-class Items(Partitioned):
+class Items(Source):
     """What an iterable gives, encoded. Several processes take turns, an item each."""
 
     again: Callable[[], Iterator[Any]]
-    description: str
-    encoding: str
-    classes: tuple[str, ...]
     whole: int | None
-    fields: tuple[Field, ...] = ()
-    size_bytes: int | None = None
 
     @property
     def samples(self) -> int | None:
@@ -81,7 +75,7 @@ def open_iterable(
         name, value, _ = _split(first, 0)
         encoding = _encoding_of(value, name)
     whole = len(source) if isinstance(source, Sized) else None
-    return Items(again, f"{type(source).__name__} in Python", encoding, tuple(classes), whole)
+    return Items(f"{type(source).__name__} in Python", encoding, tuple(classes), again, whole)
 
 
 def _again(source: Any) -> Callable[[], Iterator[Any]]:

@@ -30,7 +30,6 @@ import numpy as np
 from penstock.errors import InvalidArgument, InvalidFile, SampleError, installing
 from penstock.samples.encoding import encode
 from penstock.samples.layout import text_of
-from penstock.samples.manifest import Field
 from penstock.samples.sources.source import (
     Labels,
     Numbered,
@@ -181,13 +180,9 @@ class Mds(Numbered):
     """The samples of all shards, one after the other."""
 
     shards: list[_Shard]
-    description: str
-    classes: tuple[str, ...]
     labels: Labels
     name_column: str | None
     label_column: str | None
-    encoding: str = "msgpack"
-    fields: tuple[Field, ...] = ()
 
     def after(self, samples: int) -> Iterator[RawSample]:
         wanted = self.mine[samples:]
@@ -262,7 +257,7 @@ def open_mds(
         rows = (row for shard in shards for _, row in _read(shard, 0, shard.samples))
         labels = Labels.of_values(row[label_column] for row in rows)
     whole, size_bytes = sum(shard.samples for shard in shards), sum(file.bytes for file in raw)
-    return Mds(whole, size_bytes, shards, name, labels.classes, labels, name_column, label_column)
+    return Mds(name, "msgpack", labels.classes, whole, size_bytes, shards, labels, name_column, label_column)
 
 
 def _check(shard: _Shard, folder: str) -> None:

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from penstock.samples.layout import bytes_of, text_of
 from penstock.samples.manifest import Field
 
 Item = TypeVar("Item")
-One = TypeVar("One", bound="Partitioned")
+One = TypeVar("One", bound="Source")
 _READ_BYTES = 4 << 20
 BLOCK_BYTES = 4 << 20  # of data in a Block, about
 MOST_CLASSES = 1 << 16  # that are numbered without names
@@ -75,40 +75,37 @@ def as_block(sample: RawSample) -> Block:
     return Block(name, next(ends), data, next(ends), np.array([sample.label], np.int32))
 
 
-class Source(Protocol):
+@dataclass(frozen=True)
+class Source:
     """Samples in a fixed order: each iteration gives the same, so that packing can be resumed.
 
     description  for people
     encoding     of the samples, as in a store's manifest
-    fields       of "record"
     classes      what labels count
-    samples      how many, where known beforehand
-    size_bytes   about how many bytes they have, where known beforehand
+    fields       of "record"
+    rank, world  this is partition ``rank`` of so many, which are disjoint, and together everything
     """
 
-    @property
-    def description(self) -> str: ...
-    @property
-    def encoding(self) -> str: ...
-    @property
-    def fields(self) -> tuple[Field, ...]: ...
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    @property
-    def samples(self) -> int | None: ...
-    @property
-    def size_bytes(self) -> int | None: ...
-    def __iter__(self) -> Iterator[RawSample | Block]: ...
-    def of_rank(self, rank: int, world: int) -> Source:
-        """The partition of one process among ``world``: disjoint, and together everything."""
-
-
-@dataclass(frozen=True)
-class Partitioned:
-    """A source that knows which part of it one process packs: number ``rank`` among ``world``."""
-
+    description: str
+    encoding: str
+    classes: tuple[str, ...]
+    fields: tuple[Field, ...] = field(default=(), kw_only=True)
     rank: int = field(default=0, kw_only=True)
     world: int = field(default=1, kw_only=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        """RawSamples and Blocks."""
+        raise NotImplementedError
+
+    @property
+    def samples(self) -> int | None:
+        """How many, where known beforehand."""
+        return None
+
+    @property
+    def size_bytes(self) -> int | None:
+        """About how many bytes they have, where known beforehand."""
+        return None
 
     def of_rank(self: One, rank: int, world: int) -> One:
         if not 0 <= rank < world:
@@ -123,7 +120,7 @@ class Partitioned:
 
 
 @dataclass(frozen=True)
-class Numbered(Partitioned):
+class Numbered(Source):
     """Samples that can be read from any number on. A partition is without gaps.
 
     whole, whole_bytes   samples of the whole source, and about how many bytes they have, where that is known
@@ -177,7 +174,7 @@ def parts_with(
 
 
 @dataclass(frozen=True)
-class Sharded(Partitioned):
+class Sharded(Source):
     """The samples of several files. A partition has whole files, or every so many-th sample if they are few.
 
     shards   path and short name of each file
@@ -188,15 +185,6 @@ class Sharded(Partitioned):
     shards: tuple[tuple[str, str], ...]
     read: Callable[[str], Iterator[Any]]
     sample: Callable[[str, str, int, Any], RawSample]
-    encoding: str
-    classes: tuple[str, ...] = ()
-    fields: tuple[Field, ...] = ()
-    samples: int | None = None
-
-    @property
-    def description(self) -> str:
-        more = f" and {len(self.shards) - 1} more" if len(self.shards) > 1 else ""
-        return printable(self.shards[0][1]) + more
 
     @property
     def size_bytes(self) -> int | None:
@@ -220,6 +208,11 @@ class Sharded(Partitioned):
                 if position % every == self.rank % every:
                     yield self.sample(path, shard, number, item)
                 position += 1
+
+
+def described(shards: Sequence[tuple[str, str]]) -> str:
+    """The description of several files."""
+    return printable(shards[0][1]) + (f" and {len(shards) - 1} more" if len(shards) > 1 else "")
 
 
 def numbers(begin: int, end: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

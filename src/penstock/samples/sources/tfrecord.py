@@ -12,7 +12,7 @@ from functools import partial
 
 from penstock.errors import SampleError
 from penstock.samples.sources.paths import Paths, shards_of
-from penstock.samples.sources.source import RawSample, Sharded, read_up_to, unpacked
+from penstock.samples.sources.source import RawSample, Sharded, described, read_up_to, unpacked
 from penstock.storage.checksum import crc32c
 from penstock.units import format_bytes, parse_bytes
 
@@ -30,7 +30,8 @@ def open_tfrecord(source: Paths, *, max_sample_bytes: int | str = "1GiB") -> Sha
     raises SampleError for files that are damaged or cut off: all checksums are verified.
     """
     read = partial(_records, largest_bytes=parse_bytes(max_sample_bytes))
-    return Sharded(tuple(shards_of(source, "tfrecord")), read, _sample, "raw")
+    shards = tuple(shards_of(source, "tfrecord"))
+    return Sharded(described(shards), "raw", (), shards, read, _sample)
 
 
 def _sample(path: str, shard: str, number: int, record: bytes) -> RawSample:

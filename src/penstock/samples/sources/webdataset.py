@@ -17,7 +17,7 @@ from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import encode
 from penstock.samples.layout import text_of
 from penstock.samples.sources.paths import Paths, shards_of
-from penstock.samples.sources.source import Labels, RawSample, Sharded, read_up_to, unpacked
+from penstock.samples.sources.source import Labels, RawSample, Sharded, described, read_up_to, unpacked
 from penstock.units import format_bytes, parse_bytes
 
 _BLOCK = 512
@@ -219,7 +219,7 @@ def open_webdataset(
         except InvalidArgument as error:
             raise SampleError(f"archive {path}, sample {key}: {error}") from None
 
-    return Sharded(shards, read, sample, "msgpack", labels.classes)
+    return Sharded(described(shards), "msgpack", labels.classes, shards, read, sample)
 
 
 def _samples(path: str, largest_bytes: int) -> Iterator[tuple[str, dict[str, bytes]]]:
