@@ -169,7 +169,7 @@ def _check_manifest(manifest: StoreManifest, path: str) -> None:
         layout.SUMS: 4 * samples,
         layout.CHUNKS: 16 * manifest.chunks,
         layout.ANCHORS: 8 * -(-samples // layout.ANCHOR_NAMES),
-        layout.LOOKUP: 8 * samples + buckets * layout.lookup_start_dtype(samples).itemsize,
+        layout.LOOKUP: 8 * samples + buckets * (4 if samples < 1 << 32 else 8),
         layout.LABELS: 4 * samples,
     }
     wanted = {name: (size_bytes, size_bytes) for name, size_bytes in exact.items()}
@@ -232,9 +232,6 @@ class Names(Sequence[str]):
         if found not in range(len(self))[start:stop]:
             raise InvalidArgument(f"no sample has the name {name!r}")
         return found
-
-    def count(self, name: str) -> int:
-        return int(name in self)
 
     def find(self, name: str) -> int:
         """The index of the sample of that name, -1 where there is none."""

@@ -85,9 +85,7 @@ class Position(msgspec.Struct, frozen=True):
 
         Raises InvalidArgument where the state does not say.
         """
-        batches: dict[int, set[int]] = {}  # that the known replicas of a worker have given
-        for replica, taken in self.taken.items():
-            batches.setdefault(replica % self.workers, set()).add(self._batches(taken))
+        batches = self._batches_of(self.taken)
         finished = {replica % self.workers for replica in self.finished}
 
         def assumed(replica: int) -> int:
@@ -123,14 +121,14 @@ class Position(msgspec.Struct, frozen=True):
 
     def _even(self) -> bool:
         """Whether the processes have given equally many batches, so that each can speak for the others."""
-        counts: dict[int, set[int]] = {}
-        for replica, taken in self.taken.items():
-            if replica not in self.finished:
-                counts.setdefault(replica % self.workers, set()).add(self._batches(taken))
-        return all(len(each) == 1 for each in counts.values())
+        return all(len(each) == 1 for each in self._batches_of(self.taken.keys() - self.finished).values())
 
-    def _batches(self, taken: int) -> int:
-        return -(-taken // self.batch_size)
+    def _batches_of(self, replicas: Iterable[int]) -> dict[int, set[int]]:
+        """How many batches these replicas have given, by worker."""
+        batches: dict[int, set[int]] = {}
+        for replica in replicas:
+            batches.setdefault(replica % self.workers, set()).add(-(-self.taken[replica] // self.batch_size))
+        return batches
 
     def _closed(self) -> Position:
         """The same, with the division in force over."""

@@ -95,11 +95,6 @@ def lookup_bits(samples: int) -> int:
     return max(0, samples.bit_length() - 3)
 
 
-def lookup_start_dtype(samples: int) -> np.dtype[np.unsignedinteger]:
-    """The type of the bucket starts in lookup.bin."""
-    return np.dtype("<u4") if samples < 1 << 32 else np.dtype("<u8")
-
-
 def chunks_of(data_file_bytes: int, chunk_bytes: int) -> int:
     """Chunks of a data file that holds so many bytes of samples: at least one."""
     return max(1, -(-data_file_bytes // chunk_bytes))
