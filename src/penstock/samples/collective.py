@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,15 +166,15 @@ class Meeting:
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
         number = next(_meetings.setdefault(self.ranks, itertools.count()))
-        self._prefix = f"penstock/samples/{attempt()}/{'-'.join(map(str, self.ranks))}/{number}"
-        self._store = dist.distributed_c10d._get_default_store()
-        self._sent_keys: list[str] = []
+        prefix = f"penstock/samples/{attempt()}/{'-'.join(map(str, self.ranks))}/{number}"
+        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._sent: list[str] = []  # the last key that this process set in an exchange
         self._pulsed_s = -_PULSE_S  # when this process did; and what was last seen of the others
         self._pulses: dict[int, bytes] = {}
 
     def send(self, what: str, message: Message) -> None:
         """Send to the others, without waiting for what they send."""
-        self._set(what, msgspec.msgpack.encode(message))
+        self._ask("set", f"{what}/{self.rank}", msgspec.msgpack.encode(message))
 
     def exchange(self, what: str, message: Message) -> list[Message]:
         """What all processes send, by rank. ``what``: what they are waited for to do.
@@ -201,10 +201,9 @@ class Meeting:
             more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
             raise SampleError(f"process {rank} could not {what}: {error}{more}")
         # Whoever has sent this message has read what this process set before.
-        with _answers():
-            for key in self._sent_keys:
-                self._store.delete_key(key)
-        self._sent_keys = [self._key(what, self.rank)]
+        for key in self._sent:
+            self._ask("delete_key", key)
+        self._sent = [f"{what}/{self.rank}"]
         return everyone
 
     def pulse(self) -> None:
@@ -212,7 +211,7 @@ class Meeting:
         if time.monotonic() - self._pulsed_s > _PULSE_S:
             self._pulsed_s = time.monotonic()
             with contextlib.suppress(SampleError):  # this process can go on without the others
-                self._set("pulse", str(self._pulsed_s))
+                self._ask("set", f"pulse/{self.rank}", str(self._pulsed_s))
 
     def _without_pulse(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks that have given no sign of life since this was asked before."""
@@ -238,32 +237,21 @@ class Meeting:
                 pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
         return [rank for rank in missing if not self._has_sent(what, rank)]
 
-    def _key(self, what: str, rank: int) -> str:
-        return f"{self._prefix}/{what}/{rank}"
-
-    def _set(self, what: str, value: bytes | str) -> None:
-        with _answers():
-            self._store.set(self._key(what, self.rank), value)
-
     def _get(self, what: str, rank: int) -> bytes:
-        with _answers():
-            return bytes(self._store.get(self._key(what, rank)))
+        return bytes(self._ask("get", f"{what}/{rank}"))
 
     def _has_sent(self, what: str, rank: int) -> bool:
-        with _answers():
-            return bool(self._store.check([self._key(what, rank)]))
+        return bool(self._ask("check", [f"{what}/{rank}"]))
 
-
-@contextlib.contextmanager
-def _answers() -> Iterator[None]:
-    """The group's key-value store is asked."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise SampleError(
-            "the key-value store of the process group does not answer: the process that keeps it, most "
-            f"often rank 0, has stopped ({str(error).splitlines()[0]})"
-        ) from error
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the group's key-value store."""
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as error:
+            raise SampleError(
+                "the key-value store of the process group does not answer: the process that keeps it, most "
+                f"often rank 0, has stopped ({str(error).splitlines()[0]})"
+            ) from error
 
 
 def _named(ranks: Sequence[int]) -> str:
