@@ -303,6 +303,11 @@ def test_the_same_calls_give_the_same_paths() -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_transfer_has_a_size() -> None:
+    with pytest.raises(InvalidArgument, match="size above zero"):
+        Choice(PATHS).path_to_write(0)
+
+
 @pytest.mark.parametrize("reexplore", [-0.1, 1.0])
 def test_a_share_that_cannot_be_is_refused(reexplore: float) -> None:
     with pytest.raises(InvalidArgument, match="from 0 to below 1"):

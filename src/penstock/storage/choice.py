@@ -347,5 +347,7 @@ class Choice:
     def _class_of(self, size_bytes: int) -> SizeClass:
         number = size_bytes.bit_length() - 1
         if (known := self._classes.get(number)) is None:
+            if size_bytes < 1:
+                raise InvalidArgument(f"a transfer of {size_bytes} bytes cannot be: give a size above zero")
             known = self._classes[number] = SizeClass(number, self.paths, self._copying, self.shares)
         return known

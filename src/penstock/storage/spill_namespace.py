@@ -90,9 +90,7 @@ class SpillNamespace:
         return self._swap
 
     def failure(self, failed: Transfer) -> SpillError:
-        done = "read" if failed.kind == "read" else "written"
-        why = self._namespace.failure(done, failed.offset, failed.size_bytes, failed.error_number)
-        error = SpillError(f"tensors cannot be spilled to {self.place}: {why}")
+        error = SpillError(f"tensors cannot be spilled to {self.place}: {self._namespace.failure(failed)}")
         error.errno = failed.error_number
         return error
 

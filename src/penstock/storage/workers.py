@@ -6,7 +6,9 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import attrgetter
 
 from penstock.storage.aligned import align_down
@@ -26,7 +28,7 @@ class Workers:
 
     def __init__(self, threads: int, name: str, piece_bytes: int | None = None) -> None:
         self._piece_bytes = piece_bytes
-        self._waiting: list[_Job] = []  # of which some piece has not begun, in the order they came
+        self._waiting: list[_Job] = []  # of which a piece has not begun, in the order they came
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
@@ -51,16 +53,15 @@ class Workers:
             if self._closed:
                 raise ValueError("the transport is closed")
             self._waiting += jobs
-            self._changed.notify(sum(job.pieces for job in jobs))
+            self._changed.notify(sum(len(job.waiting) for job in jobs))
 
     def cancel(self, transfers: Sequence[Transfer]) -> int:
         with self._changed:
-            cancelled = [job for job in self._waiting if job.transfer in transfers and not job.begun]
+            cancelled = [job for job in self._waiting if job.transfer in transfers and not job.started_s]
             for job in cancelled:
                 self._waiting.remove(job)
-                job.stop(errno.ECANCELED)
         for job in cancelled:
-            job.complete()
+            job.transfer.end(errno.ECANCELED)
         return len(cancelled)
 
     def hurry(self, transfers: Sequence[Transfer]) -> None:
@@ -92,8 +93,10 @@ class Workers:
                     return False
                 self._changed.wait()
             job = min(self._waiting, key=attrgetter("priority"))
-            begin, end = job.begin_piece()
-            if job.begun == job.pieces:
+            begin, end = job.waiting.popleft()
+            job.in_flight += 1
+            job.started_s = job.started_s or time.perf_counter()
+            if not job.waiting:
                 self._waiting.remove(job)
         try:
             error_number = self.perform(job.transfer, begin, end)
@@ -101,51 +104,30 @@ class Workers:
             logger.exception("a transport failed: %s", job.transfer)
             error_number = errno.EIO
         with self._changed:
-            job.ended += 1
-            if error_number and not job.error_number:
-                if job.begun < job.pieces:  # the rest is not worth the effort
-                    self._waiting.remove(job)
-                job.stop(error_number)
-            over = job.ended == job.pieces
+            job.in_flight -= 1
+            job.error_number = job.error_number or error_number
+            if error_number and job.waiting:  # the rest is not worth the effort
+                job.waiting.clear()
+                self._waiting.remove(job)
+            over = not job.waiting and not job.in_flight
         if over:
-            job.complete()
+            job.transfer.end(job.error_number, job.started_s)
         return True
 
 
 class _Job:
-    """A transfer under way. All but `complete` happens under the lock of the workers.
+    """A transfer under way.
 
-    priority   of those pieces that have not begun
+    waiting     pieces of it, [begin, end), that have not begun; they share no block of the file
+    priority    of these
+    in_flight   pieces that have begun and are not over
     """
 
     def __init__(self, transfer: Transfer, piece_bytes: int | None) -> None:
-        self.transfer = transfer
-        self.priority = transfer.priority
-        self.pieces = 1 if piece_bytes is None else max(1, -(-transfer.size_bytes // piece_bytes))
-        self.begun = self.ended = self.error_number = 0
-        self._started_s = 0.0
-
-    def begin_piece(self) -> tuple[int, int]:
-        if not self.begun:
-            self._started_s = time.perf_counter()
-        begin = self._cut_at(self.begun)
-        self.begun += 1
-        return begin, self._cut_at(self.begun)
-
-    def stop(self, error_number: int) -> None:
-        """Begin no further piece."""
-        self.error_number = error_number
-        self.ended += self.pieces - self.begun
-        self.begun = self.pieces
-
-    def complete(self) -> None:
-        self.transfer.end(self.error_number, self._started_s)
-
-    def _cut_at(self, piece: int) -> int:
-        """Where a piece begins, counted from the first byte of the transfer. The pieces share no block of the
-        file."""
-        transfer = self.transfer
-        if piece in (0, self.pieces):
-            return transfer.size_bytes if piece else 0
-        end = transfer.offset + transfer.size_bytes * piece // self.pieces
-        return align_down(end, transfer.file.alignment_bytes) - transfer.offset
+        self.transfer, self.priority = transfer, transfer.priority
+        self.in_flight = self.error_number = 0
+        self.started_s = 0.0
+        count = 1 if piece_bytes is None else max(1, -(-transfer.size_bytes // piece_bytes))
+        ends = (transfer.offset + transfer.size_bytes * piece // count for piece in range(1, count))
+        edges = (align_down(end, transfer.file.alignment_bytes) - transfer.offset for end in ends)
+        self.waiting = deque(pairwise((0, *edges, transfer.size_bytes)))

@@ -30,6 +30,7 @@ _LONGEST_CONNECT_S, _LONGEST_COMMAND_S, _LONGEST_KEEP_ALIVE_S = 15.0, 30.0, 15.0
 _CLOSE_TIMEOUT_S = 5.0
 _ANY = ("", "0.0.0.0", "::")  # of a target that listens at all its addresses
 _PATIENCE = 3.0  # times the time limit: by then the initiator has ended every request
+_DONE = {"read": "read", "write": "written"}
 
 _REMEDIES = {
     "refused": "Nothing listens there: start the target, or correct host and port",
@@ -120,11 +121,12 @@ class Namespace(Closing):
         if was_usable:
             self._controller.close(_CLOSE_TIMEOUT_S)
 
-    def failure(self, kind: str, offset: int, size_bytes: int, error_number: int) -> TargetError:
-        """What to raise for a request that has failed."""
-        why = self.error_text() or f"{self.url}: {os.strerror(error_number)}"
-        error = TargetError(f"{size_bytes} bytes at {offset} cannot be {kind}: {why}. {_REMEDIES['lost']}")
-        error.errno = error_number
+    def failure(self, failed: Transfer) -> TargetError:
+        """What to raise for a transfer that has failed."""
+        why = self.error_text() or f"{self.url}: {os.strerror(failed.error_number)}"
+        what = f"{failed.size_bytes} bytes at {failed.offset} cannot be {_DONE[failed.kind]}"
+        error = TargetError(f"{what}: {why}. {_REMEDIES['lost']}")
+        error.errno = failed.error_number
         return error
 
     def _check(self) -> None:
@@ -142,14 +144,13 @@ class Namespace(Closing):
         transfer = Transfer(kind, self.file, offset, address, view.nbytes, keep=view)
         transfer.on_done = lambda _: over.set()
         _transport().submit([transfer])
-        done = "read" if kind == "read" else "written"
         if not over.wait(self._timeout_s * _PATIENCE):
             raise TargetError(
                 f"waited {format_seconds(self._timeout_s * _PATIENCE)} for {self.url}: {view.nbytes} bytes "
-                f"at {offset} were not {done}. {_REMEDIES['timeout']}"
+                f"at {offset} were not {_DONE[kind]}. {_REMEDIES['timeout']}"
             )
         if transfer.error_number:
-            raise self.failure(done, offset, view.nbytes, transfer.error_number)
+            raise self.failure(transfer)
 
 
 class Subsystem(NamedTuple):
