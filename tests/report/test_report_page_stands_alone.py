@@ -53,7 +53,7 @@ def written(trace: penstock.Trace, plan: penstock.Plan, machine: penstock.Hardwa
     measured = penstock.simulate(trace.scaled(1.1), plan, machine)
     cannot = PolicyResult(policy="keep", reason=NASTY)
     problem = Problem(trace=trace, hardware=machine, budget_bytes=plan.device_budget_bytes)
-    found = compare_policies(problem, ["evict_all"], known=plan, workers=1)
+    found = compare_policies(problem, ["evict_all"], known=plan)
     return page(trace, plan, machine, predicted, measured, [*found, cannot])
 
 

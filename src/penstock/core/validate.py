@@ -193,6 +193,15 @@ def _kernel(trace: Trace, index: int) -> str:
     return f"kernel {index} `{trace.kernel_name[index]}`"
 
 
+def sole_writers(outputs: Lists, tensors: int) -> IntArray:
+    """[T] the one kernel that writes each tensor, -1 where none or several do."""
+    first, last = np.full(tensors, len(outputs), dtype=np.int64), np.full(tensors, -1, dtype=np.int64)
+    np.minimum.at(first, outputs.values, outputs.owners)
+    np.maximum.at(last, outputs.values, outputs.owners)
+    found: IntArray = np.where(first == last, first, -1)
+    return found
+
+
 def harmless_producers(producers: IntArray, inputs: Lists, outputs: Lists, persistent: BoolArray) -> IntArray:
     """[T] ``producers``, and -1 where that kernel is not the only one that writes the tensor, or changes
     more, when it runs again, than the tensors it is there to make.
@@ -205,10 +214,9 @@ def harmless_producers(producers: IntArray, inputs: Lists, outputs: Lists, persi
     tensors, kernels = len(producers), len(outputs)
     reader, read = inputs.owners, inputs.values
     writer, wrote = outputs.owners, outputs.values
-    first, last = np.full(tensors, kernels), np.full(tensors, -1)
-    np.minimum.at(first, wrote, writer)
+    kept = np.where(sole_writers(outputs, tensors) == producers, producers, -1)
+    last = np.full(tensors, -1, dtype=np.int64)
     np.maximum.at(last, wrote, writer)
-    kept = np.where((first == last) & (producers == first), producers, -1)
     edits = np.isin(writer * tensors + wrote, reader * tensors + read)
     lasting = persistent[wrote] & (kept[wrote] != writer)
     harm = np.zeros(kernels + 1, dtype=np.bool_)  # the last entry is of no kernel

@@ -41,20 +41,19 @@ class PolicyResult:
 
 
 def compare_policies(
-    problem: Problem, names: Iterable[str] | None = None, known: Plan | None = None, workers: int = 0
+    problem: Problem, names: Iterable[str] = tuple(POLICIES), known: Plan | None = None
 ) -> list[PolicyResult]:
     """One candidate for each policy, fastest first, those that cannot at the end.
 
     Each summary carries the best bound that any of the policies proved: it holds for all.
 
     known   a plan for the same problem, which need not be made again
-    workers processes to plan in; 0: as many as are worth starting
     """
-    names = list(names if names is not None else POLICIES)
+    names = list(names)
     tasks = [(problem, name, known if known is not None and known.policy == name else None) for name in names]
     if known is not None and known.policy not in names:
         tasks.append((problem, known.policy, known))
-    workers = workers or workers_for(problem.trace.kernels * len(tasks))
+    workers = workers_for(problem.trace.kernels * len(tasks))
     found = run_in_processes(_result, tasks, min(workers, len(tasks)))
     bound_s = max((entry.summary.lower_bound_s for entry in found if entry.summary), default=0.0)
     found = [
