@@ -331,8 +331,9 @@ def test_superblocks_are_believed_only_where_they_can_be_true(
 
 @given(sizes, st.binary(min_size=32, max_size=32))
 def test_plans_have_room_for_everything(sizes: dict[str, int], ids: bytes) -> None:
-    plan = plan_upload(sizes, upload_id=ids[:16], store_id=ids[16:])
-    superblock = replace(plan.superblock, namespace_bytes=plan.superblock.used_bytes)
+    plan = plan_upload(sizes)
+    superblock = replace(plan.superblock, upload_id=ids[:16], store_id=ids[16:])
+    superblock = replace(superblock, namespace_bytes=superblock.used_bytes)
     found, _ = find_superblock([superblock.encoded()] * 2, superblock.used_bytes, NAME)
     assert found == superblock
     end = superblock.progress_offset + superblock.progress_bytes

@@ -60,15 +60,15 @@ class Superblock:
     extent_bytes     that files are cut into, for this; the last of a file may be shorter
     """
 
-    generation: int
-    complete: bool
-    upload_id: bytes
-    store_id: bytes
-    namespace_bytes: int
+    generation: int = 1
+    complete: bool = False
+    upload_id: bytes = bytes(16)
+    store_id: bytes = bytes(16)
+    namespace_bytes: int = 0
     used_bytes: int
     table_offset: int
     table_bytes: int
-    table_crc32c: int
+    table_crc32c: int = 0
     files: int
     progress_offset: int
     progress_bytes: int
@@ -130,17 +130,11 @@ class UploadPlan(NamedTuple):
                 number += 1
 
 
-def plan_upload(
-    sizes: Mapping[str, int],
-    *,
-    upload_id: bytes = bytes(16),
-    store_id: bytes = bytes(16),
-    namespace_bytes: int = 0,
-    extent_bytes: int = EXTENT_BYTES,
-) -> UploadPlan:
+def plan_upload(sizes: Mapping[str, int], *, extent_bytes: int = EXTENT_BYTES) -> UploadPlan:
     """Where the files go. ``sizes``: of each file, by name, in the order in which they are to lie.
 
-    Raises InvalidFile where there are more than can be listed.
+    The superblock's ids, and its namespace's size, are left at zero. Raises InvalidFile where there are more
+    files than can be listed.
     """
     if len(sizes) > MOST_FILES:
         raise InvalidFile(f"the store has {len(sizes)} files; a namespace holds at most {MOST_FILES}")
@@ -154,15 +148,9 @@ def plan_upload(
         files.append(StoredFile(name, offset, size_bytes))
         end = offset + size_bytes
     superblock = Superblock(
-        generation=1,
-        complete=False,
-        upload_id=upload_id,
-        store_id=store_id,
-        namespace_bytes=namespace_bytes,
         used_bytes=align_up(end, END_ALIGNMENT_BYTES),
         table_offset=HEAD_BYTES,
         table_bytes=table_bytes,
-        table_crc32c=0,
         files=len(files),
         progress_offset=progress_offset,
         progress_bytes=progress_bytes,

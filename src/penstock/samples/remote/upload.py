@@ -162,13 +162,7 @@ def upload_to(
     name          what errors and the result call the device
     extent_bytes  what is written, and noted as written, at once: a multiple of 1 MiB
     """
-    plan = plan_upload(
-        store.sizes,
-        upload_id=secrets.token_bytes(16),
-        store_id=store.store_id,
-        namespace_bytes=device.size_bytes,
-        extent_bytes=extent_bytes,
-    )
+    plan = plan_upload(store.sizes, extent_bytes=extent_bytes)
     if device.size_bytes < plan.superblock.used_bytes:
         raise SampleError(
             f"{name} is too small: it has {format_bytes(device.size_bytes)}, and the store needs "
@@ -177,7 +171,13 @@ def upload_to(
         )
     total_bytes, written_bytes = sum(store.sizes.values()), 0
     progress = progress or (lambda durable_bytes, total_bytes: None)
-    superblock, goes_on = _begin(device, name, plan.superblock, overwrite)
+    fresh = replace(
+        plan.superblock,
+        upload_id=secrets.token_bytes(16),
+        store_id=store.store_id,
+        namespace_bytes=device.size_bytes,
+    )
+    superblock, goes_on = _begin(device, name, fresh, overwrite)
     if superblock.complete:
         progress(total_bytes, total_bytes)
     else:
