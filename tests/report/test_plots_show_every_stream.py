@@ -24,7 +24,7 @@ def slow(hardware: penstock.Hardware) -> penstock.Hardware:
 
 @pytest.fixture
 def trace() -> penstock.Trace:
-    return gpt()
+    return replace(gpt(), notes={"model": "$x^ dollars$"})
 
 
 @pytest.mark.parametrize("is_measured", [False, True], ids=["predicted", "measured"])
@@ -38,7 +38,7 @@ def test_a_picture_is_written(
     assert matplotlib.image.imread(tmp_path / "picture.png").shape == (1000, 1600, 4)
     plot(trace, plan, predicted, measured, tmp_path / "picture.svg")
     texts = re.findall("<!-- (.+) -->", (tmp_path / "picture.svg").read_text())
-    assert any(text.startswith("One training step within ") for text in texts)
+    assert any(text.startswith("One training step of $x^ dollars$ within ") for text in texts)
     assert {"everything in memory", "disk write", "disk read", "forward", "backward"} <= set(texts)
     (headline,) = [text for text in texts if text.startswith("peak: ")]
     assert f"{format_bytes(predicted.peak_bytes)} predicted" in headline
