@@ -49,8 +49,7 @@ class SaveHandle:
         Raises TimeoutError, after which the save still goes on, or the error that ended it:
         CheckpointError where it could not be written.
         """
-        error = self.exception(timeout)
-        if error is not None:
+        if (error := self.exception(timeout)) is not None:
             raise error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -217,9 +217,7 @@ def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]
     locations = [saved.get(entry.name, "cpu") for entry in source.header.entries]
     if callable(map_location):
         return [torch.device(location) for location in locations]
-    chosen = {location: _chosen(location, map_location) for location in set(locations)}
-    for location, device in chosen.items():
-        _require(source, device, location)
+    chosen = {location: _chosen(source, location, map_location) for location in set(locations)}
     return [chosen[location] for location in locations]
 
 
@@ -248,21 +246,16 @@ def _placed(
     return moved.set_(storage, 0, tensor.shape, tensor.stride())
 
 
-def _chosen(location: str, map_location: Any) -> torch.device:
+def _chosen(source: Source, saved: str, map_location: Any) -> torch.device:
     if isinstance(map_location, Mapping):
-        map_location = map_location.get(location)
+        map_location = map_location.get(saved)
     try:
-        return torch.device(location if map_location is None else map_location)
+        device = torch.device(saved if map_location is None else map_location)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(
             f"map_location {map_location!r} is not a device ({error}): give 'cpu', 'cuda:0', a torch.device, "
             "a dict from saved to wanted devices, or a function as for torch.load"
         ) from error
-
-
-def _require(source: Source, device: torch.device, saved: str) -> None:
-    if device.type == "cpu":
-        return
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -270,3 +263,4 @@ def _require(source: Source, device: torch.device, saved: str) -> None:
             f"{source.path} has tensors of {saved}, to be loaded to {device}, which this machine does not "
             f"have ({str(error).splitlines()[0]}). Load with map_location='cpu'."
         ) from error
+    return device
