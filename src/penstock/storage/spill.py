@@ -291,8 +291,7 @@ class SpillSpace(Closing):
         self._check_open()
         if not 0 < size_bytes <= extent.size_bytes:
             raise InvalidArgument(f"{size_bytes} bytes do not fit an extent of {extent.size_bytes} bytes")
-        how = "", True, keep, priority, self._queue.end
-        return Transfer(kind, File(-1), 0, address, size_bytes, *how)
+        return Transfer(kind, File(-1), 0, address, size_bytes, "", True, keep, priority, self._queue.end)
 
     def _route(self, whole: Transfer, place: Extent, path: IoPath, explores: bool) -> None:
         """Say which bytes of which files the transfer moves, and how."""
