@@ -41,8 +41,8 @@ def plot(trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | Non
     memory.set_xlim(0, shown.end_s)
     _draw_memory(memory, shown)
     _draw_streams(streams, shown)
-    heading = {"fontsize": 19, "fontweight": "bold", "color": INK, "parse_math": False}
-    picture.text(0.095, 0.945, shown.title, **heading)
+    heading = picture.text(0.095, 0.945, shown.title, fontsize=19, fontweight="bold", color=INK)
+    heading.set_parse_math(False)  # a model may be called anything
     picture.text(0.095, 0.912, _summary(plan, predicted, measured), fontsize=12.5, color=FAINT)
     patches = [Patch(color=colour, label=name) for name, colour in LEGEND.items()]
     picture.legend(handles=patches, loc="lower left", bbox_to_anchor=(0.09, 0.005), **_LEGEND_STYLE)
