@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import time
-from collections.abc import Iterator
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
@@ -48,14 +46,15 @@ class SpillNamespace:
             )
         self.place = url
         self.size_bytes = 0
-        with _spill_errors(url):
-            self._namespace = Namespace(url, timeout_s)
         try:
-            with _spill_errors(url):
+            self._namespace = Namespace(url, timeout_s)
+            try:
                 self._take()
-        except BaseException:
-            self._namespace.close()
-            raise
+            except BaseException:
+                self._namespace.close()
+                raise
+        except TargetError as error:
+            raise _unusable(url, error) from error
         self.file = self._namespace.file
         self.handle = self.file.direct
         self._end_bytes = align_down(self._namespace.size_bytes - HEAD_BYTES, ALIGNMENT_BYTES)
@@ -90,9 +89,7 @@ class SpillNamespace:
         return self._swap
 
     def failure(self, failed: Transfer) -> SpillError:
-        error = SpillError(f"tensors cannot be spilled to {self.place}: {self._namespace.failure(failed)}")
-        error.errno = failed.error_number
-        return error
+        return _unusable(self.place, self._namespace.failure(failed))
 
     @property
     def quiesce_s(self) -> float:
@@ -160,11 +157,7 @@ class SpillNamespace:
         self._namespace.flush()
 
 
-@contextlib.contextmanager
-def _spill_errors(url: Url) -> Iterator[None]:
-    try:
-        yield
-    except TargetError as error:
-        unusable = SpillError(f"tensors cannot be spilled to {url}: {error}")
-        unusable.errno = error.errno or errno.EIO
-        raise unusable from error
+def _unusable(url: Url, error: TargetError) -> SpillError:
+    unusable = SpillError(f"tensors cannot be spilled to {url}: {error}")
+    unusable.errno = error.errno or errno.EIO
+    return unusable
