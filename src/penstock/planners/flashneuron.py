@@ -123,7 +123,7 @@ def _least_bytes(problem: Problem, reserved_bytes: int) -> int:
         # The budgets at which phase 1 takes so many: beyond the line, up to the line before.
         if taken:
             most_bytes = min(line_bytes, trace.peak_bytes - 1)
-            line_bytes -= _size(trace, evictions[taken - 1].tensor)
+            line_bytes -= int(trace.tensor_bytes[evictions[taken - 1].tensor])
         least_bytes = max(
             line_bytes + (taken < len(evictions)),
             int(resident_bytes(trace, evictions[:taken]).max(initial=0)),
@@ -138,7 +138,7 @@ def _least_bytes(problem: Problem, reserved_bytes: int) -> int:
 
 def _selected(problem: Problem, reserved_bytes: int, tier: str) -> list[Evict]:
     """What both phases offload: on demand, in the order of the forward pass."""
-    trace = problem.trace
+    trace, size = problem.trace, problem.trace.tensor_bytes.tolist()
     offered = _in_order(trace)
     stay_bytes = int(trace.tensor_bytes[_buffered(trace)].sum())
     line_bytes = problem.budget_bytes - trace.persistent_bytes - reserved_bytes
@@ -148,10 +148,9 @@ def _selected(problem: Problem, reserved_bytes: int, tier: str) -> list[Evict]:
         if stay_bytes < line_bytes:
             break
         chosen.append(tensor)
-        stay_bytes -= _size(trace, tensor)
+        stay_bytes -= size[tensor]
     if stay_bytes > line_bytes:
-        needed_bytes = problem.budget_bytes + stay_bytes - line_bytes
-        raise _cannot(problem, needed_bytes, reserved_bytes)
+        raise _cannot(problem, problem.budget_bytes + stay_bytes - line_bytes, reserved_bytes)
     stored = trace.period_bytes(problem.compress).tolist()
     packed = {tensor: stored[index] for tensor, index in offered.items()}
     if problem.packs:
@@ -159,9 +158,8 @@ def _selected(problem: Problem, reserved_bytes: int, tier: str) -> list[Evict]:
     evictions = []
     for tensor in chosen:
         evict = eviction(trace, offered[tensor], tier)
-        if packed[tensor] < _size(trace, tensor):
-            evict = replace(evict, after=evict.begin - 1, codec=trace.codec(tensor))
-        evictions.append(evict)
+        codec = trace.codec(tensor) if packed[tensor] < size[tensor] else "raw"
+        evictions.append(replace(evict, codec=codec))
     return evictions
 
 
@@ -190,32 +188,26 @@ def _compression_aware(
 ) -> list[int]:
     """Phase 2: exchange what does not compress, the last first, for what compresses best, until the copies
     take no longer than the forward pass or there is nothing left to exchange."""
-    trace = problem.trace
+    trace, size = problem.trace, problem.trace.tensor_bytes.tolist()
     forward_s = float(trace.start_s[boundary(trace)])
     selected = set(chosen)
     write_s = {tensor: problem.hardware.evict_s(tier, packed[tensor]) for tensor in order}
     total_s = sum(write_s[tensor] for tensor in selected)
-    friendly = [t for t in order if packed[t] < _size(trace, t) and t not in selected]
-    friendly.sort(key=lambda tensor: (packed[tensor] / _size(trace, tensor), -_size(trace, tensor)))
-    for tensor in reversed(chosen):
+    friendly = [each for each in order if packed[each] < size[each] and each not in selected]
+    friendly.sort(key=lambda tensor: (packed[tensor] / size[tensor], -size[tensor]))
+    for tensor in reversed([tensor for tensor in chosen if packed[tensor] >= size[tensor]]):
         if total_s <= forward_s or not friendly:
             break
-        if packed[tensor] < _size(trace, tensor):
-            continue
         instead, covered = [], 0
-        while friendly and covered < _size(trace, tensor):
+        while friendly and covered < size[tensor]:
             instead.append(friendly.pop(0))
-            covered += _size(trace, instead[-1])
-        if covered < _size(trace, tensor):
+            covered += size[instead[-1]]
+        if covered < size[tensor]:
             break
         selected.remove(tensor)
         selected.update(instead)
         total_s += sum(write_s[other] for other in instead) - write_s[tensor]
     return [tensor for tensor in order if tensor in selected]
-
-
-def _size(trace: Trace, tensor: int) -> int:
-    return int(trace.tensor_bytes[tensor])
 
 
 def _cannot(problem: Problem, needed_bytes: int, reserved_bytes: int) -> InvalidArgument:
