@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include "runtime/storages.hpp"
 
@@ -20,6 +21,9 @@ constexpr std::size_t kTried = 64;
 // many parts of what is missing.
 constexpr std::int64_t kParts = 8;
 
+// Blocks of at least so large a part of the segment hardly ever move. They go where they leave most room for another.
+constexpr std::int64_t kLargePart = 12;
+
 std::int64_t rounded(std::int64_t size_bytes) {
   return (size_bytes + DeviceSegment::kRound - 1) / DeviceSegment::kRound * DeviceSegment::kRound;
 }
@@ -33,11 +37,17 @@ bool moves(const ManagedStorage& managed) {
   return managed.state == kComing ? managed.waits : managed.state == kResident && managed.hold.is_none();
 }
 
-double cost(const ManagedStorage* managed, bool may_leave) {
+// It need not stay on the device, if it cannot move.
+bool may_go(const ManagedStorage& managed, Leaves leaves) {
+  if (managed.state == kComing || leaves == Leaves::kNone) return false;
+  return leaves == Leaves::kAny || is_leaving(managed);
+}
+
+double cost(const ManagedStorage* managed, Leaves leaves) {
   if (managed == nullptr || !managed->movable || managed->stays || managed->pins > 0) return kNever;
   if (moves(*managed)) return kMoveCost;
-  if (managed->state != kLeaving) return kNever;
-  return !may_leave ? kNever : is_leaving(*managed) ? kLeavingCost : kLeaveCost;
+  if (managed->state != kLeaving || !may_go(*managed, leaves)) return kNever;
+  return is_leaving(*managed) ? kLeavingCost : kLeaveCost;
 }
 
 }  // namespace
@@ -154,16 +164,20 @@ bool DeviceSegment::fits(const std::vector<std::int64_t>& sizes) const {
   return true;
 }
 
-std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool may_leave) const {
-  auto found = cheapest_place(size_bytes, may_leave);
+std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool waits, bool may_leave) const {
+  if (may_leave) return place_for(size_bytes, Leaves::kAny, false);
+  std::optional<Obstacles> found;
+  if (waits && is_large(size_bytes)) found = place_for(size_bytes, Leaves::kLeaving, true);
+  if (!found) found = place_for(size_bytes, Leaves::kNone, false);
   const auto least = largest_free_bytes();
-  for (auto part = kParts - 1; part > 0 && !found && !may_leave && size_bytes > least; --part)
-    found = cheapest_place(least + (size_bytes - least) * part / kParts, false);
+  for (auto part = kParts - 1; part > 0 && !found && size_bytes > least; --part)
+    found = place_for(least + (size_bytes - least) * part / kParts, Leaves::kNone, false);
   return found;
 }
 
-std::optional<Obstacles> DeviceSegment::cheapest_place(std::int64_t size_bytes, bool may_leave) const {
+std::optional<Obstacles> DeviceSegment::place_for(std::int64_t size_bytes, Leaves leaves, bool for_large) const {
   struct Place {
+    std::int64_t span;
     double cost;
     Blocks::const_iterator first, last;
   };
@@ -174,9 +188,9 @@ std::optional<Obstacles> DeviceSegment::cheapest_place(std::int64_t size_bytes, 
   auto first = blocks_.begin();
   const auto block_cost = [&, largest_bytes = largest_free_bytes()](const Block& block) -> double {
     if (block.is_free) return 0;
-    double each = cost(block.managed, may_leave);
+    double each = cost(block.managed, leaves);
     if (each == kMoveCost && rounded(block.managed->size_bytes) > largest_bytes)
-      each = may_leave && block.managed->state != kComing ? kLeaveCost : kNever;
+      each = may_go(*block.managed, leaves) ? kLeaveCost : kNever;
     return each == kNever ? kNever : each * static_cast<double>(block.size_bytes);
   };
   for (auto next = blocks_.begin(); next != blocks_.end();) {
@@ -196,11 +210,11 @@ std::optional<Obstacles> DeviceSegment::cheapest_place(std::int64_t size_bytes, 
       sum -= block_cost(first->second);
       ++first;
     }
-    if (held_bytes >= wanted) places.push_back({sum, first, next});
+    if (held_bytes >= wanted) places.push_back({for_large ? span_beside(first->first, wanted) : 0, sum, first, next});
   }
   const auto tried = std::min(places.size(), kTried);
   std::partial_sort(places.begin(), places.begin() + static_cast<std::ptrdiff_t>(tried), places.end(),
-                    [](const Place& a, const Place& b) { return a.cost < b.cost; });
+                    [](const Place& a, const Place& b) { return std::tie(b.span, a.cost) < std::tie(a.span, b.cost); });
   places.resize(tried);
   std::optional<Obstacles> best;
   double least = kNever;
@@ -211,8 +225,9 @@ std::optional<Obstacles> DeviceSegment::cheapest_place(std::int64_t size_bytes, 
     if (begin != blocks_.begin() && std::prev(begin)->second.is_free) --begin;
     if (end != blocks_.end() && end->second.is_free) ++end;
     auto found = sorted(begin, end);
-    if (std::ranges::any_of(found.leave, [&](const auto* managed) { return !may_leave || managed->state == kComing; }))
+    if (!std::ranges::all_of(found.leave, [&](const auto* managed) { return may_go(*managed, leaves); }))
       continue;
+    if (for_large) return found;
     double total = 0;
     for (const auto* managed : found.move) total += kMoveCost * static_cast<double>(managed->size_bytes);
     for (const auto* managed : found.leave)
@@ -222,6 +237,31 @@ std::optional<Obstacles> DeviceSegment::cheapest_place(std::int64_t size_bytes, 
     best = std::move(found);
   }
   return best;
+}
+
+// The longest part of the segment in which nothing large lies, nor at this address.
+std::int64_t DeviceSegment::span_beside(std::uintptr_t address, std::int64_t size_bytes) const {
+  auto begin = begin_;
+  std::int64_t longest = 0;
+  const auto end_at = [&](std::uintptr_t taken, std::int64_t taken_bytes) {
+    if (taken > begin) longest = std::max(longest, static_cast<std::int64_t>(taken - begin));
+    begin = std::max(begin, taken + static_cast<std::uintptr_t>(taken_bytes));
+  };
+  bool is_before = true;
+  for (const auto& [taken, block] : blocks_) {
+    if (is_before && taken >= address) {
+      end_at(address, size_bytes);
+      is_before = false;
+    }
+    const bool is_fixed = block.managed == nullptr || !block.managed->movable || block.managed->stays;
+    if (!block.is_free && (is_fixed || is_large(block.size_bytes))) end_at(taken, block.size_bytes);
+  }
+  end_at(end_, 0);
+  return longest;
+}
+
+bool DeviceSegment::is_large(std::int64_t size_bytes) const {
+  return size_bytes >= static_cast<std::int64_t>(end_ - begin_) / kLargePart;
 }
 
 // Which of the blocks in a place fit outside it, in the order of what the allocator does.

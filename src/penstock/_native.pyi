@@ -491,7 +491,7 @@ class DeviceSegment:
     # Where it costs least to make a free block of so many bytes: what moves elsewhere, what leaves, and the
     # free blocks in between. None: what cannot move is everywhere.
     def obstacles(
-        self, size_bytes: int, may_leave: bool
+        self, size_bytes: int, waits: bool, may_leave: bool
     ) -> tuple[list[ManagedStorage], list[ManagedStorage], list[tuple[int, int]]] | None: ...
 
 class DeviceMemory:

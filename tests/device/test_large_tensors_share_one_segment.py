@@ -15,7 +15,7 @@ from torch import nn
 from penstock._native import DeviceSegment
 from penstock.runtime.devices import queues
 from penstock.runtime.devices.compaction import Compaction
-from penstock.runtime.storages import ManagedStorage
+from penstock.runtime.storages import LEAVING, ManagedStorage
 from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
 from tests.support.accelerator import orders, wanted
 from tests.support.runs import Bits, Step, bits, differences
@@ -118,7 +118,8 @@ def test_what_moves_keeps_its_bits(
         segment = compaction._segment
         if segment is not None and not compaction._clearing and segment.free_bytes > 2 * MIB:
             size_bytes = rng.randrange(MIB, segment.free_bytes)
-            compaction._clear(engine, segment, size_bytes, may_leave and rng.random() < 0.2)
+            leaves = may_leave and rng.random() < 0.2
+            compaction._clear(engine, segment, size_bytes, may_leave, leaves)
         return make_holes(compaction, engine, sizes, may_leave=may_leave)
 
     monkeypatch.setattr(Compaction, "make_holes", also_elsewhere)
@@ -184,14 +185,37 @@ def test_a_large_block_is_made_by_several_moves() -> None:
             segment.hold(address, size * MIB)
         address += size * MIB
     assert segment.largest_free_bytes == 9 * MIB
-    moves, leaves, free = segment.obstacles(16 * MIB, False) or ((), (), ())
+    moves, leaves, free = segment.obstacles(16 * MIB, False, False) or ((), (), ())
     assert (moves, leaves, free) == ([at[3]], [], [(begin + 47 * MIB, 7 * MIB)])
     segment.put(at[3], begin + 77 * MIB)
     assert segment.largest_free_bytes == 10 * MIB
-    moves, leaves, free = segment.obstacles(16 * MIB, False) or ((), (), ())
+    moves, leaves, free = segment.obstacles(16 * MIB, False, False) or ((), (), ())
     assert (moves, leaves, free) == ([at[8]], [], [(begin + 8 * MIB, 9 * MIB)])
     at[8].pins += 1
-    assert segment.obstacles(16 * MIB, False) is None
+    assert segment.obstacles(16 * MIB, False, False) is None
+
+
+def test_a_kernel_has_a_large_block_where_it_leaves_most_room_for_another() -> None:
+    """Four times 10 MiB are free, with 3, 1 and 3 in between: the one in the middle moves for least."""
+    begin, storages = 64 * MIB, [torch.UntypedStorage(1) for _ in range(3)]
+    segment = DeviceSegment(begin, 47 * MIB)
+    address, lies = begin, []
+    for size, storage in zip((3, 1, 3), storages, strict=True):
+        address += 10 * MIB
+        lies.append(ManagedStorage(storage, size * MIB, lambda key: None))
+        lies[-1].movable = True
+        segment.put(lies[-1], address)
+        address += size * MIB
+    first, middle, last = lies
+    assert segment.obstacles(20 * MIB, False, False) == (
+        [middle], [], [(begin + 13 * MIB, 10 * MIB), (begin + 24 * MIB, 10 * MIB)]
+    )  # fmt: skip
+    at_begin = [(begin, 10 * MIB), (begin + 13 * MIB, 10 * MIB)]
+    assert segment.obstacles(20 * MIB, True, False) == ([first], [], at_begin)
+    first.state, first.freeing_bytes = LEAVING, first.size_bytes
+    assert segment.obstacles(20 * MIB, True, False) == ([], [first], at_begin)
+    first.pins = last.pins = 1
+    assert segment.obstacles(20 * MIB, True, False) == segment.obstacles(20 * MIB, False, False)
 
 
 @pytest.mark.parametrize("seed", range(5))

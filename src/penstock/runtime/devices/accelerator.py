@@ -129,6 +129,7 @@ class AcceleratorDevice:
         self._packing = Packing(self, driver, self._events)
         self._compaction = Compaction(driver, self._events, self._copies, self.memory)
         self._next_opening = 0  # the step from which on the segment may be opened
+        self._opened_in = 0  # the step in which it was last
         self._steps = 0
         self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
         self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
@@ -304,20 +305,36 @@ class AcceleratorDevice:
 
     def make_room(self, size_bytes: int) -> bool:
         """Nothing more can leave, and the allocator still refuses. The one segment takes what it needs for
-        small tensors: it is given back, and what the kernel uses comes back to others."""
+        small tensors, or what cannot move divides it: all leave it, it is given back, and what the kernel
+        uses comes back to others. For a large tensor these are one segment again, once a step."""
         if not self._compaction.is_open:
             return False
         assert self.engine is not None and self.storages is not None
         used = [one for one in self.storages.all() if one.in_kernel and one.state == RESIDENT]
+        opens = size_bytes > LARGEST_SMALL_BYTES and self._opened_in != self._steps and self._has_one_stream
         for managed in used:
             managed.pins -= 1
         try:
-            self._empty_segments()
+            if not opens:
+                self._empty_segments()
+            elif not self._rearrange(used, size_bytes):
+                self._have_one_segment()
         finally:
             for managed in used:
                 managed.pins += 1
         self.engine.demand(used)
         return True
+
+    def _rearrange(self, used: Sequence[ManagedStorage], size_bytes: int) -> bool:
+        """Have the largest that a kernel uses leave, which hardly ever moves, and holes for it and for what
+        the kernel asks for."""
+        assert self.engine is not None
+        self._opened_in = self._steps
+        largest = max(used, key=lambda managed: managed.size_bytes, default=None)
+        if largest is None or not self.engine.leave_now(largest):
+            return False
+        sizes = sorted((size_bytes, largest.size_bytes), reverse=True)
+        return self._compaction.make_holes(self.engine, sizes, may_leave=True)
 
     def make_holes(self, sizes: Sequence[int]) -> None:
         assert self.engine is not None
@@ -334,10 +351,14 @@ class AcceleratorDevice:
         self.memory.asks_in = 0
         self._compaction.was_refused(size_bytes)
 
+    @property
+    def _has_one_stream(self) -> bool:
+        """Another one gets no memory of the one segment."""
+        return len(self._streams) == 1 and not self._packing.is_used
+
     def _have_one_segment(self) -> None:
         """The allocator had memory in too many pieces: have it all in one, where it is one stream's."""
-        if len(self._streams) > 1 or self._packing.is_used:  # another stream gets no memory of it
-            return
+        self._opened_in = self._steps
         self._reserved.measure()
         self._empty_segments()
         size_bytes = self._reserved.segment_bytes()
@@ -472,7 +493,7 @@ class AcceleratorDevice:
         segment = self.memory.segment
         if segment is not None and asked_bytes > 0:
             if asked_bytes <= LARGEST_SMALL_BYTES:
-                return self.make_room(needed_bytes)
+                return self.make_room(asked_bytes)
             fits = segment.fits([asked_bytes])
             if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
                 return True
@@ -505,7 +526,8 @@ class AcceleratorDevice:
             self._empty_segments()
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
             self._next_opening = 2 * self._steps
-            self._have_one_segment()
+            if self._has_one_stream:
+                self._have_one_segment()
         if (over_bytes := self._reserved.over_bytes) > self._reserved.above_limit_bytes:
             over_bytes = self._come_below_the_limit()
         self._reserved.allow_above(over_bytes)

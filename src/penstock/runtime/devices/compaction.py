@@ -122,19 +122,21 @@ class Compaction:
             attempts += 1
             # In one piece, or else each.
             wanted = (needed_bytes, *(size_bytes for size_bytes in sizes if not segment.fits([size_bytes])))
-            if any(self._clear(engine, segment, size_bytes, False) for size_bytes in wanted):
+            if any(self._clear(engine, segment, size_bytes, may_leave, False) for size_bytes in wanted):
                 continue
             if engine.join_one_that_leaves():
                 attempts -= 1
             elif not may_leave or not any(
-                self._clear(engine, segment, size_bytes, True) for size_bytes in wanted
+                self._clear(engine, segment, size_bytes, True, True) for size_bytes in wanted
             ):
                 return False
         return True
 
-    def _clear(self, engine: CopyEngine, segment: DeviceSegment, size_bytes: int, may_leave: bool) -> bool:
+    def _clear(
+        self, engine: CopyEngine, segment: DeviceSegment, size_bytes: int, waits: bool, may_leave: bool
+    ) -> bool:
         """Empty the place for one free block of so many bytes, or a part of it."""
-        obstacles = segment.obstacles(size_bytes, may_leave)
+        obstacles = segment.obstacles(size_bytes, waits, may_leave)
         if obstacles is None:
             return False
         move, leave, free = obstacles
