@@ -16,7 +16,7 @@ from torch import nn
 
 import penstock
 from penstock.runtime.devices import Moved
-from penstock.runtime.drift import SKIPPED_STEPS, WINDOW, Drift
+from penstock.runtime.drift import LEAST_BYTES, SKIPPED_STEPS, WINDOW, Drift, with_rates_of
 from penstock.storage.paths import TRANSPORTS
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded
 from tests.support.slow_disk import Rate, SlowDisk
@@ -284,3 +284,44 @@ def test_kernels_that_take_longer_than_at_first_have_drifted(
         assert not drift.kernels_have_drifted
         drift.add_step((), 1.2, 1.2)
     assert drift.kernels_have_drifted
+
+
+def test_the_rates_of_a_step_are_those_of_its_copies(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
+    """A disk that is three times slower to write, and as fast to read, than it was taken to be."""
+    moved = many(moves(*planned, disk_write=1 / 3))
+    found = with_rates_of(GIVEN, moved, step_s=1.0)
+    assert found.disk_write_bytes_per_s == pytest.approx(FAST / 3, rel=0.01)
+    assert found.disk_read_bytes_per_s == pytest.approx(FAST, rel=0.01)
+    again = with_rates_of(found, moved, step_s=1.0)
+    assert again.disk_write_bytes_per_s == pytest.approx(FAST / 3, rel=0.1)  # but for the latency
+
+
+def test_what_both_directions_cost_each_other_is_not_counted_twice() -> None:
+    """Half of the time the disk reads, too, at half of its rate each way."""
+    hardware = replace(GIVEN, duplex=0.5)
+    size_bytes = int(FAST)  # takes a second alone
+    written = [
+        Moved("disk_write", 0.0, 1.0, 0, size_bytes),
+        Moved("disk_write", 1.0, 2.0, 1, size_bytes // 2),
+    ]
+    read = [Moved("disk_read", 1.0, 2.0, 2, size_bytes // 2)]
+    found = with_rates_of(hardware, written + read, step_s=2.0)
+    assert found.disk_write_bytes_per_s == pytest.approx(FAST, rel=1e-3)
+    assert found.disk_read_bytes_per_s == pytest.approx(FAST, rel=1e-3)
+
+
+def test_a_few_bytes_say_nothing_of_a_disk(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
+    moved = moves(*planned, disk_write=1 / 3)
+    assert with_rates_of(GIVEN, moved[:2], step_s=1e-3) == GIVEN  # too few bytes
+    assert with_rates_of(GIVEN, many(moved), step_s=1e9) == GIVEN  # too little of the step
+
+
+def many(moved: list[Moved]) -> list[Moved]:
+    """The same copies again and again, until they are enough to tell rates."""
+    step_s = max(move.finished_s for move in moved)
+    times = range(1 + LEAST_BYTES // sum(move.size_bytes for move in moved if move.link == "disk_read"))
+    return [
+        move._replace(started_s=move.started_s + time * step_s, finished_s=move.finished_s + time * step_s)
+        for time in times
+        for move in moved
+    ]

@@ -25,6 +25,11 @@ KERNEL_CLOCK_S = 2e-6
 # What is busy for less of a step decides nothing, and is measured badly.
 LEAST_BUSY = 0.02
 
+# A disk takes less than this into a cache of its own, and says nothing of what it sustains.
+LEAST_BYTES = 64 << 20
+
+OPPOSITE = {"disk_write": "disk_read", "disk_read": "disk_write"}
+
 
 class Drift:
     """What the steps take that follow one plan, against what it was made for.
@@ -71,7 +76,7 @@ class Drift:
         factors = {}
         for link, spans in by_link.items():
             slowness = self._hardware.slowness(link, spans) if self._predicted.get(link) else 0.0
-            if slowness and busy_s((start_s, end_s) for start_s, end_s, _ in spans) > LEAST_BUSY * step_s:
+            if slowness and _busy_s(spans) > LEAST_BUSY * step_s:
                 factors[link] = self._predicted[link] / slowness
         self._factors.append(factors)
         if copies := sum(len(spans) for link, spans in by_link.items() if link in LINKS):
@@ -102,6 +107,31 @@ class Drift:
         if len(self._kernels_s) < WINDOW or not self._usual_s:
             return False
         return _has_drifted([kernels_s / self._usual_s for kernels_s in self._kernels_s])
+
+
+def with_rates_of(hardware: Hardware, moved: Sequence[Moved], step_s: float) -> Hardware:
+    """The machine with the rates that a step has had of its links, where it has used them enough to tell.
+
+    moved   what it moved, compressed and expanded
+    """
+    by_link = _by_link((move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved)
+    factors = {}
+    for link, spans in by_link.items():
+        slowness = hardware.slowness(link, spans) if link in LINKS else 0.0
+        link_s = _busy_s(spans)
+        if slowness <= 0 or link_s <= LEAST_BUSY * step_s:
+            continue
+        if sum(size_bytes for _, _, size_bytes in spans) < LEAST_BYTES:
+            continue
+        # While the other direction is busy, the machine has `duplex` of the rate, and is to have it again.
+        other = by_link.get(OPPOSITE.get(link, ""), [])
+        both_s = link_s + _busy_s(other) - _busy_s([*spans, *other])
+        factors[link] = 1 / (slowness * (1 - both_s / link_s * (1 - hardware.duplex)))
+    return hardware.scaled(factors)
+
+
+def _busy_s(spans: Iterable[tuple[float, float, int]]) -> float:
+    return busy_s((start_s, end_s) for start_s, end_s, _ in spans)
 
 
 def _by_link(moves: Iterable[tuple[str, float, float, int]]) -> dict[str, list[tuple[float, float, int]]]:

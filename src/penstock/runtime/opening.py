@@ -97,7 +97,8 @@ def open_run(
             if host_budget is not None:
                 logger.warning(NO_HOST_TIER)
         # Before the run has the spill space: a namespace is one run's alone.
-        machine = hardware or _probe_together(spill_dirs, name, processes)
+        probed = hardware is None
+        machine = _probe_together(spill_dirs, name, processes) if hardware is None else hardware
         accelerator = device_name(str(name))
         spill = SpillSpace(
             spill_dirs, io, capacity_bytes=disk_budget, accelerator=accelerator, gpu=not on_cpu
@@ -122,7 +123,7 @@ def open_run(
         )
         peak_is_known = resident.reset_peak()
         together = joint_planning.with_ranks(f"{device_budget} {planning}")
-        kinds = StepKinds(planning, hardware, together, made.spare_bytes)
+        kinds = StepKinds(planning, hardware, together, made.spare_bytes, measures=probed)
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)

@@ -185,7 +185,7 @@ class Offload:
         if planned is not None and not planned.has_grown(int(trace.tensor_bytes.sum())):
             engine = self._engine
             self.timeline = measured_timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
-        if self._kinds.record(kind, planned, recording, trace):
+        if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s):
             self._spill.save_tables()  # others can use what the first steps taught
         budget_bytes = self._engine.budget_bytes
         if self._device.peak_bytes() > budget_bytes:  # by what cannot leave, and kernels ask for at once

@@ -8,13 +8,15 @@ between two steps; where kernel times have, two steps are recorded before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.capture.phases import OPTIMIZER_STATE
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.options import PlanOptions
+from penstock.runtime.devices import Moved
+from penstock.runtime.drift import with_rates_of
 from penstock.runtime.joint_planning import JointPlanning
 from penstock.runtime.recording import Recording
 from penstock.runtime.replanning import NewPlan, Replanning
@@ -34,6 +36,7 @@ class StepKinds:
     planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself
     spare_bytes     of the device budget, that plans for a trace leave free
+    measures        its rates are those that the steps have had, as soon as these are known
 
     planner         makes the plans, and `replanning` those in the place of others
     trace, plan     of the latest step that followed a plan; None before there is a trace
@@ -49,7 +52,9 @@ class StepKinds:
         hardware: Hardware,
         ranks: JointPlanning | None,
         spare_bytes: Callable[[Trace], int],
+        measures: bool,
     ) -> None:
+        self._measures = measures
         self.planner = StepPlanner(planning, ranks, spare_bytes)
         self.replanning = Replanning(self.planner)
         self.planning = planning
@@ -131,12 +136,24 @@ class StepKinds:
             )
         return kind
 
-    def record(self, name: str | None, kind: StepKind | None, recording: Recording, trace: Trace) -> bool:
+    def record(
+        self,
+        name: str | None,
+        kind: StepKind | None,
+        recording: Recording,
+        trace: Trace,
+        moved: Sequence[Moved],
+        step_s: float,
+    ) -> bool:
         """Plan for a step that was recorded. Whether its kind's first steps are over.
 
         kind    as `followed` said
         trace   of the recording
+        moved   in this step
         """
+        hardware = self.hardware if kind is None else kind.hardware
+        if self._measures:
+            hardware = with_rates_of(hardware, moved, step_s)
         known = self._known.setdefault(name, [])
         self.recorded += 1
         if kind is None:
@@ -144,7 +161,7 @@ class StepKinds:
                 self._wanted.discard(name)
                 # The step that makes the optimizer's state is not seen again. The user's own plan goes first.
                 wait = not known and _makes_state(recording)
-                made = self.planner.recorded(trace, self.hardware, None, wait)
+                made = self.planner.recorded(trace, hardware, None, wait)
                 known.insert(int(bool(known) and known[0].fixed), made)
                 if self.plan is None:
                     self._follow(name, known[0])
@@ -162,7 +179,7 @@ class StepKinds:
                 self.replanning.recorded(kind)
             return False
         if kind.recordings_left or grown:
-            known[0] = self.planner.recorded(trace, kind.hardware, kind)
+            known[0] = self.planner.recorded(trace, hardware, kind)
             self._follow(name, known[0])
             return False
         return True
