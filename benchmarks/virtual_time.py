@@ -34,7 +34,6 @@ from step_time import ROOT, add_common_arguments, heading, wide_console, write
 
 import penstock
 from penstock.core.trace import Trace
-from penstock.runtime.devices.driver import Memory
 from penstock.runtime.devices.drivers import DRIVERS
 from penstock.runtime.devices.reserved import spare_bytes
 from penstock.simulator import simulate
@@ -222,12 +221,8 @@ def plain_step(model: Model, steps: int) -> tuple[emu.Report, int, int]:
     for _ in range(2):
         train()
     report = timed(train, steps)
-    memory = memory_of_device()
+    memory = EmuDriver(torch.device("emu:0")).memory()
     return report, memory.peak_allocated_bytes, memory.peak_small_bytes
-
-
-def memory_of_device() -> Memory:
-    return EmuDriver(torch.device("emu:0")).memory()
 
 
 def hardware(machine: emu.Machine, budget_bytes: int) -> penstock.Hardware:
@@ -289,18 +284,6 @@ def planned(trace: Trace, given: penstock.Hardware, policy: str, small_bytes: in
     return penstock.plan(trace, given, policy, recompute=False, device_budget_bytes=fills_bytes)
 
 
-def most_small_bytes(
-    model: Model, budget_bytes: int, spill_dir: str, given: penstock.Hardware, plan: penstock.Plan
-) -> int:
-    """In segments of small blocks, in a step that follows the plan."""
-    with opened(budget_bytes, spill_dir, given, plan=plan) as run:
-        train = model.build(model.blocks)
-        for _ in range(UNMEASURED_STEPS):
-            with run.step():
-                train()
-        return memory_of_device().peak_small_bytes
-
-
 def inside(
     model: Model,
     machine: emu.Machine,
@@ -317,10 +300,6 @@ def inside(
         least_bytes = error.minimum_bytes
         budget_bytes = least_bytes + 2 * spare_bytes(trace, least_bytes, small_bytes)
         plan = planned(trace, given := hardware(machine, budget_bytes), policy, small_bytes)
-    small_again_bytes = most_small_bytes(model, budget_bytes, spill_dir, given, plan)
-    if small_again_bytes > small_bytes:  # a run has had them when it plans
-        begin(machine)
-        plan = planned(trace, given, policy, small_again_bytes)
     # A run has a disk, and so keeps, or writes, what no kernel reads again and the plan counts as gone.
     disk = {"disk_bytes": DISK_BYTES, "disk_read_bytes_per_s": DISK_RATE, "disk_write_bytes_per_s": DISK_RATE}
     predicted = simulate(trace, plan, replace(given, **disk))

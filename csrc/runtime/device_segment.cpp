@@ -164,18 +164,19 @@ bool DeviceSegment::fits(const std::vector<std::int64_t>& sizes) const {
   return true;
 }
 
-std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, bool waits, bool may_leave) const {
-  if (may_leave) return place_for(size_bytes, Leaves::kAny, false);
+std::optional<Obstacles> DeviceSegment::obstacles(std::int64_t size_bytes, Leaves leaves) const {
+  if (leaves == Leaves::kAny) return place_for(size_bytes, leaves);
   std::optional<Obstacles> found;
-  if (waits && is_large(size_bytes)) found = place_for(size_bytes, Leaves::kLeaving, true);
-  if (!found) found = place_for(size_bytes, Leaves::kNone, false);
+  if (leaves == Leaves::kLeaving && is_large(size_bytes)) found = place_for(size_bytes, leaves);
+  if (!found) found = place_for(size_bytes, Leaves::kNone);
   const auto least = largest_free_bytes();
   for (auto part = kParts - 1; part > 0 && !found && size_bytes > least; --part)
-    found = place_for(least + (size_bytes - least) * part / kParts, Leaves::kNone, false);
+    found = place_for(least + (size_bytes - least) * part / kParts, Leaves::kNone);
   return found;
 }
 
-std::optional<Obstacles> DeviceSegment::place_for(std::int64_t size_bytes, Leaves leaves, bool for_large) const {
+std::optional<Obstacles> DeviceSegment::place_for(std::int64_t size_bytes, Leaves leaves) const {
+  const bool for_large = leaves == Leaves::kLeaving;
   struct Place {
     std::int64_t span;
     double cost;

@@ -21,7 +21,8 @@ struct Obstacles {
   std::vector<std::pair<std::uintptr_t, std::int64_t>> free;  // between them: address and bytes
 };
 
-// What may leave the device, besides moving within it: nothing, what is leaving, or whatever can.
+// What may leave the device for a block, besides moving within it: nothing; for a large block, which then goes where
+// it leaves most room for another one, what is leaving; whatever can.
 enum class Leaves { kNone, kLeaving, kAny };
 
 class DeviceSegment {
@@ -50,11 +51,8 @@ class DeviceSegment {
   bool fits(const std::vector<std::int64_t>& sizes) const;
   // Where it costs least to make one free block of so many bytes; where moves cannot, one that is larger than all
   // that are free.
-  //   waits       a kernel does: for a large block, what is leaving is waited for, where the place leaves most room
-  //               for another one
-  //   may_leave   storages may leave for it, too, those that are leaving and others
   // None: what cannot move is everywhere.
-  std::optional<Obstacles> obstacles(std::int64_t size_bytes, bool waits, bool may_leave) const;
+  std::optional<Obstacles> obstacles(std::int64_t size_bytes, Leaves leaves) const;
 
   std::int64_t free_bytes() const { return free_bytes_; }
   std::int64_t largest_free_bytes() const { return free_.empty() ? 0 : free_.rbegin()->first; }
@@ -73,7 +71,7 @@ class DeviceSegment {
   void enter_free(std::uintptr_t address, std::int64_t size_bytes);
   Blocks::iterator remove_free(Blocks::iterator block);
   void vacate(Blocks::iterator block);
-  std::optional<Obstacles> place_for(std::int64_t size_bytes, Leaves leaves, bool for_large) const;
+  std::optional<Obstacles> place_for(std::int64_t size_bytes, Leaves leaves) const;
   std::int64_t span_beside(std::uintptr_t address, std::int64_t size_bytes) const;
   bool is_large(std::int64_t size_bytes) const;
   Obstacles sorted(Blocks::const_iterator first, Blocks::const_iterator last) const;

@@ -90,6 +90,10 @@ void bind_segment(nb::module_& module) {
     for (const auto* managed : storages) list.append(nb::borrow(managed->self));
     return list;
   };
+  nb::enum_<Leaves>(module, "Leaves")
+      .value("nothing", Leaves::kNone)
+      .value("leaving", Leaves::kLeaving)
+      .value("anything", Leaves::kAny);
   nb::class_<DeviceSegment>(module, "DeviceSegment")
       .def(nb::init<std::uintptr_t, std::int64_t>(), nb::arg("address"), nb::arg("size_bytes"))
       .def("clear", &DeviceSegment::clear)
@@ -101,14 +105,14 @@ void bind_segment(nb::module_& module) {
       .def("fits", &DeviceSegment::fits, nb::arg("sizes"))
       .def(
           "obstacles",
-          [listed](const DeviceSegment& segment, std::int64_t size_bytes, bool waits, bool may_leave) -> nb::object {
-            const auto found = segment.obstacles(size_bytes, waits, may_leave);
+          [listed](const DeviceSegment& segment, std::int64_t size_bytes, Leaves leaves) -> nb::object {
+            const auto found = segment.obstacles(size_bytes, leaves);
             if (!found) return nb::none();
             nb::list free;
             for (const auto& [address, free_bytes] : found->free) free.append(nb::make_tuple(address, free_bytes));
             return nb::make_tuple(listed(found->move), listed(found->leave), free);
           },
-          nb::arg("size_bytes"), nb::arg("waits"), nb::arg("may_leave"))
+          nb::arg("size_bytes"), nb::arg("leaves"))
       .def_prop_ro("free_bytes", &DeviceSegment::free_bytes)
       .def_prop_ro("largest_free_bytes", &DeviceSegment::largest_free_bytes);
 }

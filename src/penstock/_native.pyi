@@ -474,6 +474,16 @@ class Storages:
     def all_resident(self) -> bool: ...  # of the movable ones
     def __len__(self) -> int: ...
 
+class Leaves(enum.Enum):
+    """What may leave the device for a block, besides moving within it.
+
+    leaving   what is leaving, for a large block, which then goes where it leaves most room for another one
+    """
+
+    nothing = 0
+    leaving = 1
+    anything = 2
+
 class DeviceSegment:
     """One large segment of a device's memory, followed as torch's caching allocator divides it."""
 
@@ -491,7 +501,7 @@ class DeviceSegment:
     # Where it costs least to make a free block of so many bytes: what moves elsewhere, what leaves, and the
     # free blocks in between. None: what cannot move is everywhere.
     def obstacles(
-        self, size_bytes: int, waits: bool, may_leave: bool
+        self, size_bytes: int, leaves: Leaves
     ) -> tuple[list[ManagedStorage], list[ManagedStorage], list[tuple[int, int]]] | None: ...
 
 class DeviceMemory:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock._native import DeviceSegment
+from penstock._native import DeviceSegment, Leaves
 from penstock.runtime.devices import queues
+from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.storages import LEAVING, ManagedStorage
 from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
@@ -118,8 +119,10 @@ def test_what_moves_keeps_its_bits(
         segment = compaction._segment
         if segment is not None and not compaction._clearing and segment.free_bytes > 2 * MIB:
             size_bytes = rng.randrange(MIB, segment.free_bytes)
-            leaves = may_leave and rng.random() < 0.2
-            compaction._clear(engine, segment, size_bytes, may_leave, leaves)
+            leaves = Leaves.leaving if may_leave else Leaves.nothing
+            if may_leave and rng.random() < 0.2:
+                leaves = Leaves.anything
+            compaction._clear(engine, segment, size_bytes, leaves)
         return make_holes(compaction, engine, sizes, may_leave=may_leave)
 
     monkeypatch.setattr(Compaction, "make_holes", also_elsewhere)
@@ -130,6 +133,36 @@ def test_what_moves_keeps_its_bits(
     with scheduled_at_random(2):
         assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened > 0 and seen.moves > 0
+
+
+@pytest.mark.parametrize("helps", [True, False])
+@pytest.mark.parametrize("order", orders(DEVICE, "lazy", "random", "newest"))
+def test_what_a_kernel_uses_keeps_its_bits_where_it_is_in_the_way(
+    order: str, helps: bool, configure: Configure, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the allocator had refused a kernel's memory: its largest tensor leaves, or all do."""
+    make_holes, rearrange = AcceleratorDevice.make_holes, AcceleratorDevice._rearrange
+    rearranged: list[bool] = []
+
+    def refused(device: AcceleratorDevice, sizes: list[int]) -> None:
+        if device._compaction.is_open and device._opened_in != device._steps:
+            assert device.make_room(max(sizes))
+            device._next_opening = 0  # where it could not be opened again at once
+        make_holes(device, sizes)
+
+    def rearranges(device: AcceleratorDevice, used: list[ManagedStorage], size_bytes: int) -> bool:
+        rearranged.append(rearrange(device, used, size_bytes) and helps)
+        return rearranged[-1]
+
+    monkeypatch.setattr(AcceleratorDevice, "make_holes", refused)
+    monkeypatch.setattr(AcceleratorDevice, "_rearrange", rearranges)
+    configure(order="eager")
+    training = Training()
+    plain = expected(PLAIN)
+    configure(order=order, seed=3, host_delay_us=10)
+    with scheduled_at_random(2):
+        assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
+    assert helps in rearranged and (helps or seen.opened > 1)
 
 
 def test_small_tensors_get_memory_that_the_segment_took(
@@ -185,14 +218,14 @@ def test_a_large_block_is_made_by_several_moves() -> None:
             segment.hold(address, size * MIB)
         address += size * MIB
     assert segment.largest_free_bytes == 9 * MIB
-    moves, leaves, free = segment.obstacles(16 * MIB, False, False) or ((), (), ())
+    moves, leaves, free = segment.obstacles(16 * MIB, Leaves.nothing) or ((), (), ())
     assert (moves, leaves, free) == ([at[3]], [], [(begin + 47 * MIB, 7 * MIB)])
     segment.put(at[3], begin + 77 * MIB)
     assert segment.largest_free_bytes == 10 * MIB
-    moves, leaves, free = segment.obstacles(16 * MIB, False, False) or ((), (), ())
+    moves, leaves, free = segment.obstacles(16 * MIB, Leaves.nothing) or ((), (), ())
     assert (moves, leaves, free) == ([at[8]], [], [(begin + 8 * MIB, 9 * MIB)])
     at[8].pins += 1
-    assert segment.obstacles(16 * MIB, False, False) is None
+    assert segment.obstacles(16 * MIB, Leaves.nothing) is None
 
 
 def test_a_kernel_has_a_large_block_where_it_leaves_most_room_for_another() -> None:
@@ -207,15 +240,15 @@ def test_a_kernel_has_a_large_block_where_it_leaves_most_room_for_another() -> N
         segment.put(lies[-1], address)
         address += size * MIB
     first, middle, last = lies
-    assert segment.obstacles(20 * MIB, False, False) == (
+    assert segment.obstacles(20 * MIB, Leaves.nothing) == (
         [middle], [], [(begin + 13 * MIB, 10 * MIB), (begin + 24 * MIB, 10 * MIB)]
     )  # fmt: skip
     at_begin = [(begin, 10 * MIB), (begin + 13 * MIB, 10 * MIB)]
-    assert segment.obstacles(20 * MIB, True, False) == ([first], [], at_begin)
+    assert segment.obstacles(20 * MIB, Leaves.leaving) == ([first], [], at_begin)
     first.state, first.freeing_bytes = LEAVING, first.size_bytes
-    assert segment.obstacles(20 * MIB, True, False) == ([], [first], at_begin)
+    assert segment.obstacles(20 * MIB, Leaves.leaving) == ([], [first], at_begin)
     first.pins = last.pins = 1
-    assert segment.obstacles(20 * MIB, True, False) == segment.obstacles(20 * MIB, False, False)
+    assert segment.obstacles(20 * MIB, Leaves.leaving) == segment.obstacles(20 * MIB, Leaves.nothing)
 
 
 @pytest.mark.parametrize("seed", range(5))

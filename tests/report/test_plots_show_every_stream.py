@@ -64,7 +64,7 @@ def test_streams_have_rows_for_what_was_predicted_and_measured(
         for stream in ("compute", "disk_write", "disk_read")
         for source in ("predicted", "measured")
     ]
-    assert found[0].note.endswith("stalled")
+    assert found[0].figures.endswith("stalled")
 
 
 def test_bars_closer_than_a_gap_are_one() -> None:

@@ -46,7 +46,7 @@ class Row:
     """One line of bars.
 
     source   "predicted" or "measured"
-    note     what stands at its right
+    figures  what stands at its right
     colours  of its groups of bars
     bars     (start_s, end_s, group, what, index), ascending by start; what: "k" a kernel, "t" a tensor's
              copy, "r", "c", "e" work of EXTRA_WORK, "s" a predicted stall and "m" a measured one
@@ -54,8 +54,8 @@ class Row:
 
     stream: str
     source: str
-    note: str
-    note_colour: str
+    figures: str
+    figures_colour: str
     colours: tuple[str, ...]
     bars: list[tuple[float, float, int, str, int]]
 
@@ -76,8 +76,8 @@ def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[R
             spans = [span for span in timeline.spans if span.stream == link]
             bars = sorted((span.start_s, span.end_s, 0, "t", span.index) for span in spans)
             busy = timeline.busy_s(link) / timeline.iteration_s if timeline.iteration_s else 0.0
-            note = f"{format_bytes(timeline.moved_bytes(link))}, {busy * 100:.0f} % busy"
-            found.append(Row(link, source, note, FAINT, (colour,), bars))
+            figures = f"{format_bytes(timeline.moved_bytes(link))}, {busy * 100:.0f} % busy"
+            found.append(Row(link, source, figures, FAINT, (colour,), bars))
     return found
 
 
@@ -95,9 +95,9 @@ def _compute(trace: Trace, source: str, timeline: Timeline) -> Row:
     for index, stall in enumerate(timeline.stalls):
         group = groups.get(stall.cause, groups["memory"])
         bars.append((stall.start_s, stall.end_s, group, "s" if source == "predicted" else "m", index))
-    note = f"{format_seconds(timeline.stall_s)} stalled" if timeline.stall_s else "no stall"
+    figures = f"{format_seconds(timeline.stall_s)} stalled" if timeline.stall_s else "no stall"
     colour = STALL if timeline.stall_s else FAINT
-    return Row("compute", source, note, colour, tuple(COMPUTE_COLOURS.values()), sorted(bars))
+    return Row("compute", source, figures, colour, tuple(COMPUTE_COLOURS.values()), sorted(bars))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,8 +86,8 @@ def figure(chart: Chart) -> Figure:
     titles = []
     for place, row in enumerate(chart.rows):
         titles.append(f"<b>{row.title}</b>" if row.source == "predicted" else row.title)
-        font = {"size": 11.5, "color": row.note_colour}
-        drawn.add_annotation(text=row.note, y=place, yref="y2", font=font, **beside)
+        font = {"size": 11.5, "color": row.figures_colour}
+        drawn.add_annotation(text=row.figures, y=place, yref="y2", font=font, **beside)
     drawn.update_xaxes(range=[0, chart.end_s], showgrid=False, zeroline=False, linecolor=GRID)
     drawn.update_xaxes(title_text="seconds", ticks="outside", tickcolor=GRID, row=2, col=1)
     drawn.update_yaxes(zeroline=False, fixedrange=True)

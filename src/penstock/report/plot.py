@@ -96,7 +96,7 @@ def _draw_streams(axes: Axes, shown: Chart) -> None:
                 linewidth=0.6,  # the shortest can be seen, too
                 zorder=4 if is_stall else 3,
             )
-        _beside(axes, row.note, place, fontsize=10.5, color=row.note_colour)
+        _beside(axes, row.figures, place, fontsize=10.5, color=row.figures_colour)
     axes.set_yticks(range(len(shown.rows)), [row.title for row in shown.rows])
     axes.set_ylim(len(shown.rows) - 0.42, -0.58)
     axes.set_xlabel("seconds", color=INK, fontsize=12)

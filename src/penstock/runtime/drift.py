@@ -28,6 +28,8 @@ LEAST_BUSY = 0.02
 # A disk takes less than this into a cache of its own, and says nothing of what it sustains.
 LEAST_BYTES = 64 << 20
 
+Spans = list[tuple[float, float, int]]  # start and end in seconds, and bytes
+
 OPPOSITE = {"disk_write": "disk_read", "disk_read": "disk_write"}
 
 
@@ -73,12 +75,9 @@ class Drift:
         if self._steps <= SKIPPED_STEPS:
             return
         by_link = _by_link((move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved)
-        factors = {}
-        for link, spans in by_link.items():
-            slowness = self._hardware.slowness(link, spans) if self._predicted.get(link) else 0.0
-            if slowness and _busy_s(spans) > LEAST_BUSY * step_s:
-                factors[link] = self._predicted[link] / slowness
-        self._factors.append(factors)
+        known = {link: spans for link, spans in by_link.items() if self._predicted.get(link)}
+        slowness = _slowness(self._hardware, known, step_s)
+        self._factors.append({link: self._predicted[link] / slow for link, slow in slowness.items()})
         if copies := sum(len(spans) for link, spans in by_link.items() if link in LINKS):
             self._overheads_s.append(max(clock_s - KERNEL_CLOCK_S * operators, 0.0) / copies)
         self._kernels_s.append(kernels_s)
@@ -114,28 +113,37 @@ def with_rates_of(hardware: Hardware, moved: Sequence[Moved], step_s: float) -> 
 
     moved   what it moved, compressed and expanded
     """
-    by_link = _by_link((move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved)
+    by_link = _by_link(
+        (move.link, move.started_s, move.finished_s, move.size_bytes) for move in moved if move.link in LINKS
+    )
     factors = {}
-    for link, spans in by_link.items():
-        slowness = hardware.slowness(link, spans) if link in LINKS else 0.0
-        link_s = _busy_s(spans)
-        if slowness <= 0 or link_s <= LEAST_BUSY * step_s:
-            continue
+    for link, slow in _slowness(hardware, by_link, step_s).items():
+        spans, other = by_link[link], by_link.get(OPPOSITE.get(link, ""), [])
         if sum(size_bytes for _, _, size_bytes in spans) < LEAST_BYTES:
             continue
         # While the other direction is busy, the machine has `duplex` of the rate, and is to have it again.
-        other = by_link.get(OPPOSITE.get(link, ""), [])
+        link_s = _busy_s(spans)
         both_s = link_s + _busy_s(other) - _busy_s([*spans, *other])
-        factors[link] = 1 / (slowness * (1 - both_s / link_s * (1 - hardware.duplex)))
+        factors[link] = 1 / (slow * (1 - both_s / link_s * (1 - hardware.duplex)))
     return hardware.scaled(factors)
+
+
+def _slowness(hardware: Hardware, by_link: dict[str, Spans], step_s: float) -> dict[str, float]:
+    """Of each link that the step has used enough to tell."""
+    found = {link: hardware.slowness(link, spans) for link, spans in by_link.items()}
+    return {
+        link: slow
+        for link, slow in found.items()
+        if slow > 0 and _busy_s(by_link[link]) > LEAST_BUSY * step_s
+    }
 
 
 def _busy_s(spans: Iterable[tuple[float, float, int]]) -> float:
     return busy_s((start_s, end_s) for start_s, end_s, _ in spans)
 
 
-def _by_link(moves: Iterable[tuple[str, float, float, int]]) -> dict[str, list[tuple[float, float, int]]]:
-    found: dict[str, list[tuple[float, float, int]]] = {}
+def _by_link(moves: Iterable[tuple[str, float, float, int]]) -> dict[str, Spans]:
+    found: dict[str, Spans] = {}
     for link, start_s, end_s, size_bytes in moves:
         found.setdefault(link, []).append((start_s, end_s, size_bytes))
     return found

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock._native import DeviceMemory, DeviceSegment
+from penstock._native import DeviceMemory, DeviceSegment, Leaves
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.copies import Copies, Events
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
@@ -107,6 +107,7 @@ class Compaction:
         if self._clearing:  # what comes back meanwhile must not take the place
             return False
         needed_bytes = sum(sizes)
+        leaves = Leaves.leaving if may_leave else Leaves.nothing
         attempts = 0
         while (segment := self._segment) is not None:
             if segment.fits(sizes):
@@ -122,21 +123,19 @@ class Compaction:
             attempts += 1
             # In one piece, or else each.
             wanted = (needed_bytes, *(size_bytes for size_bytes in sizes if not segment.fits([size_bytes])))
-            if any(self._clear(engine, segment, size_bytes, may_leave, False) for size_bytes in wanted):
+            if any(self._clear(engine, segment, size_bytes, leaves) for size_bytes in wanted):
                 continue
             if engine.join_one_that_leaves():
                 attempts -= 1
             elif not may_leave or not any(
-                self._clear(engine, segment, size_bytes, True, True) for size_bytes in wanted
+                self._clear(engine, segment, size_bytes, Leaves.anything) for size_bytes in wanted
             ):
                 return False
         return True
 
-    def _clear(
-        self, engine: CopyEngine, segment: DeviceSegment, size_bytes: int, waits: bool, may_leave: bool
-    ) -> bool:
+    def _clear(self, engine: CopyEngine, segment: DeviceSegment, size_bytes: int, leaves: Leaves) -> bool:
         """Empty the place for one free block of so many bytes, or a part of it."""
-        obstacles = segment.obstacles(size_bytes, waits, may_leave)
+        obstacles = segment.obstacles(size_bytes, leaves)
         if obstacles is None:
             return False
         move, leave, free = obstacles
