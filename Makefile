@@ -20,11 +20,16 @@ GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=im
 setup: $(INSTALLED)
 
 SOURCES = pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/arena/* csrc/codecs/* csrc/io/* csrc/nvme/* csrc/planning/* csrc/runtime/* csrc/samples/*)
+# What builds the module stays, so that only what has changed is compiled again. Modules of Python are compiled
+# when they are imported: most of torch's never are.
+BUILD_TOOLS = scikit-build-core nanobind $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 $(INSTALLED): EXTRAS := plan,report,dev
 $(INSTALLED_FOR_DEMO): EXTRAS := demo
 $(INSTALLED) $(INSTALLED_FOR_DEMO): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[$(EXTRAS)]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(BUILD_TOOLS)
+	PIP_CONSTRAINT=constraints.txt PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m pip install --no-compile \
+	  --no-build-isolation --config-settings=cmake.define.PENSTOCK_PRECOMPILE=ON --editable '.[$(EXTRAS)]'
 	touch $@
 
 # Only what it needs, unless all is there.

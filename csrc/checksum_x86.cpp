@@ -68,7 +68,7 @@ std::uint32_t sse42_copy(void* destination, const void* source, std::size_t size
   auto state = ~crc;
   for (; size_bytes >= kStep; size_bytes -= kStep, from += kStep, to += kStep)
     state = three_streams<true>(state, from, to);
-  _mm_sfence();  // other threads see these stores before whatever tells them so
+  _mm_sfence();  // other threads see these stores before a flag that is set next
   std::memcpy(to, from, size_bytes);
   return ~one_stream(state, from, size_bytes);
 }
@@ -139,7 +139,7 @@ std::uint32_t avx512_copy(void* destination, const void* source, std::size_t siz
     std::memcpy(to, from, head);
     state = one_stream(state, from, head);
     done = head + fold<Store::kStreamed>(state, from + head, to + head, size_bytes - head);
-    _mm_sfence();  // other threads see these stores before whatever tells them so
+    _mm_sfence();  // other threads see these stores before a flag that is set next
   }
   std::memcpy(to + done, from + done, size_bytes - done);
   return ~one_stream(state, from + done, size_bytes - done);

@@ -194,7 +194,7 @@ nb::list subsystems_of(const std::string& host, int port, const std::string& hos
     one["subsystem_type"] = named(entry.subsystem_type, {"0", "referral", "nvme", "discovery"});
     one["port_id"] = entry.port;
     one["controller_id"] = entry.controller;
-    // Of TCP, what kind of secure channel; what is not required is none to a host that has none.
+    // The kind of secure channel of TCP; where it is optional, this host uses none.
     one["secure_channel"] = entry.secure_channel == 1 ? (entry.security == 0 ? "required" : "tls") : "";
     result.append(one);
   }

@@ -1,5 +1,5 @@
-// What threads meet at: mutexes, waits, and the beginning and end of I/O. Built with PENSTOCK_SEAMS, a test decides
-// at each of these who goes on: see Interleaver. Otherwise they are the standard library's.
+// Synchronization points: mutexes, waits, and the beginning and end of I/O. Built with PENSTOCK_SEAMS, a test decides
+// at each of them which thread goes on: see Interleaver. Otherwise they are the standard library's.
 #pragma once
 
 #include <pthread.h>
@@ -44,7 +44,7 @@ inline pthread_t this_thread() { return pthread_self(); }
 
 class Mutex;
 
-// Told of each place where another thread may go on. Those that take the place of a lock or of a wait have to do it.
+// Called at each point where another thread may go on. The calls in place of a lock or a wait must carry it out.
 class Interleaver {
  public:
   virtual ~Interleaver() = default;

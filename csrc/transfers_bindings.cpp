@@ -52,14 +52,14 @@ class ThreadState {
   PyThreadState* saved_;
 };
 
-// Called with the GIL: what of a thread ends while it is told of others waits until they are told.
-void tell(std::list<Transfer>& finished) {
-  static thread_local std::list<Transfer>* telling = nullptr;
-  if (telling != nullptr) {
-    telling->splice(telling->end(), finished);
+// Called with the GIL. Transfers that end on this thread inside of an on_done are appended, and called afterwards.
+void call_on_done(std::list<Transfer>& finished) {
+  static thread_local std::list<Transfer>* calling = nullptr;
+  if (calling != nullptr) {
+    calling->splice(calling->end(), finished);
     return;
   }
-  telling = &finished;
+  calling = &finished;
   while (!finished.empty()) {
     const auto ended = finished.front();
     finished.pop_front();
@@ -80,13 +80,13 @@ void tell(std::list<Transfer>& finished) {
       }
     }
   }
-  telling = nullptr;
+  calling = nullptr;
 }
 
 void deliver(std::list<Transfer>& finished) {
   static thread_local ThreadState known;
   const nb::gil_scoped_acquire acquire;
-  tell(finished);
+  call_on_done(finished);
 }
 
 Transfers::MakeIo maker_of(std::string_view kind, unsigned depth) {
@@ -125,7 +125,7 @@ class PythonTransfers {
       throw;
     }
     if (accepted) {
-      tell(at_once);
+      call_on_done(at_once);
       return;
     }
     for (const auto record : records) record.dec_ref();
@@ -148,7 +148,7 @@ class PythonTransfers {
     transfers_.hurry(tokens);
   }
 
-  // Tells of what the threads do not tell themselves, until the end.
+  // Calls on_done where the native threads do not, until the end.
   void deliver_the_rest() {
     while (true) {
       std::list<Transfer> finished;
@@ -157,7 +157,7 @@ class PythonTransfers {
         finished = transfers_.wait();
       }
       if (finished.empty()) return;
-      tell(finished);
+      call_on_done(finished);
     }
   }
 

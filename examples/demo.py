@@ -4,13 +4,15 @@
 
 Says beforehand what penstock will need and how long a step will take, then trains with the same seed and
 the same batches, and compares times, memory and every bit. Budgets are fractions of all that the step has
-in memory: weights, gradients, optimizer state and activations. Takes about four minutes on two cores, and
-leaves a picture in out/demo.png. See `--quick` for a tiny model, in which penstock's fixed costs weigh most.
+in memory: weights, gradients, optimizer state and activations. Takes about two minutes on two cores, and
+leaves a picture in out/demo.png. See `--full` for the model of the published figures, with twice the layers,
+and `--quick` for a tiny one, in which penstock's fixed costs weigh most.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 from pathlib import Path
@@ -37,9 +39,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=9, help="of each method; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="of each method; default: %(default)s")
     parser.add_argument("--spill-dir", default="", metavar="DIR", help="default: for temporary files")
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--full", action="store_true", help="the model of the published figures")
+    size.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument(
         "-o", "--output", type=Path, default=OUT, metavar="DIR", help="default: out, beside the examples"
     )
@@ -48,8 +52,9 @@ def main() -> int:
         parser.error(f"--steps: give {UNSETTLED_STEPS + 1} or more")
 
     console.width = max(console.width, 120)
-    config = gpt.QUICK if options.quick else gpt.Config()
-    function = "build_quick" if options.quick else "build"
+    config, function = gpt.HALF, "build_half"
+    if options.full or options.quick:
+        config, function = (gpt.QUICK, "build_quick") if options.quick else (gpt.Config(), "build")
     folder = options.output / "demo"
     trace_file, hardware_file = folder / "trace.json.gz", folder / "hardware.json"
     script = Path(__file__).with_name("gpt.py")
@@ -65,10 +70,7 @@ def main() -> int:
         f"optimizer state are {format_bytes(trace.persistent_bytes)}. A plan for {SHOWN_PERCENT} % of that:"
     )
     planned = ["--hardware", str(hardware_file), "--device-budget", str(budgets[SHOWN_PERCENT])]
-    planned += ["--time-limit", "1"] if options.quick else []
-    command("plan", str(trace_file), *planned, "-o", str(folder / "plan.json"))
-
-    console.rule(f"{len(PERCENT) + 2} times {options.steps} steps", align="left")
+    planned += [] if options.full else ["--time-limit", "1" if options.quick else "5"]
     jobs = {name: Job(name, config) for name in (REFERENCE, "checkpoint")}
     for percent, budget_bytes in budgets.items():
         jobs[f"penstock, {percent} %"] = Job(
@@ -79,7 +81,14 @@ def main() -> int:
             record_folder=str(folder / f"run-{percent}"),
             spill_dir=options.spill_dir,
         )
-    results = {name: train(name, job, options.steps) for name, job in jobs.items()}
+    with contextlib.ExitStack() as open_workers:
+        # They load their code while this process plans, and wait.
+        workers = {name: open_workers.enter_context(Worker(job)) for name, job in jobs.items()}
+        command("plan", str(trace_file), *planned, "-o", str(folder / "plan.json"))
+        console.rule(f"{len(jobs)} times {options.steps} steps", align="left")
+        for worker in workers.values():
+            worker.wait_until_loaded()
+        results = {name: train(name, worker, options.steps) for name, worker in workers.items()}
 
     console.rule("After", align="left")
     console.print(comparison(jobs, results))
@@ -99,8 +108,8 @@ def shortened(argument: str) -> str:
     return argument.removeprefix(f"{OUT.parent}/")
 
 
-def train(name: str, job: Job, steps: int) -> Result:
-    """Train by one method in a process of its own, with a bar."""
+def train(name: str, worker: Worker, steps: int) -> Result:
+    """Train by one method in its own process, with a bar."""
     columns = (
         TextColumn(f"{name:<14}"),
         BarColumn(bar_width=24),
@@ -108,7 +117,7 @@ def train(name: str, job: Job, steps: int) -> Result:
         TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress, Worker(job) as worker:
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=steps, state="")
         for _ in range(steps):
             step = worker.step()

@@ -18,7 +18,7 @@ from io_bench.rows import Spilled
 from penstock.options import IoOptions
 from penstock.storage.choice import Choice
 from penstock.storage.costs import Tables
-from penstock.storage.rounds import aligned
+from penstock.storage.rounds import text_columns
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes, format_rate
 
@@ -232,7 +232,7 @@ def described(tables: Tables) -> str:
         )
         for row in tables.rows()
     ]
-    return aligned([("size from", "path", "medium", "write", "read", "samples"), *lines])
+    return text_columns([("size from", "path", "medium", "write", "read", "samples"), *lines])
 
 
 class Choices:

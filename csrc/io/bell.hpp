@@ -1,4 +1,4 @@
-// Wakes who polls its descriptor.
+// An eventfd, to wake a thread that polls it.
 #pragma once
 
 namespace penstock {

@@ -56,7 +56,7 @@ class Ring final : public SocketIo {
   io_uring_cqe* completion_entries_;
   unsigned entries_of_queue_;
   bool limits_waits_;
-  unsigned prepared_ = 0;  // entries the kernel has not been told of
+  unsigned prepared_ = 0;  // entries that were not submitted to the kernel yet
   std::uint64_t event_value_ = 0;
   std::atomic<bool> woken_ = false;
 };

@@ -26,7 +26,7 @@ constexpr auto kFirstRetryPause = std::chrono::milliseconds(10);
 
 // Of an admin or I/O queue. Gives the number of the controller.
 std::uint16_t connect_at(Channel& channel, const Options& options, const Entry& entry, std::uint16_t controller,
-                         const Patience& patience) {
+                         const Deadline& deadline) {
   auto data = connect_data(options.host_id, controller, options.subsystem_nqn, options.host_nqn);
   Command command;
   command.entry = entry;
@@ -34,7 +34,7 @@ std::uint16_t connect_at(Channel& channel, const Options& options, const Entry& 
   command.memory = data.data();
   command.data_bytes = command.memory_bytes = static_cast<std::uint32_t>(data.size());
   channel.connection().set_in_capsule_bytes(kAdminInCapsuleBytes);
-  const auto [tag, result, status] = channel.execute(command, patience);
+  const auto [tag, result, status] = channel.execute(command, deadline);
   if (status == 0) {
     if ((result & 0xffff0000) != 0)
       throw Error(Kind::not_supported,
@@ -57,16 +57,16 @@ std::uint16_t connect_at(Channel& channel, const Options& options, const Entry& 
   throw Error(Kind::refused, "the target refuses to connect: " + status_text(status));
 }
 
-Channel connect_admin(const Options& options, const Patience& patience) {
+Channel connect_admin(const Options& options, const Deadline& deadline) {
   Connection::Options wanted;
   wanted.entries = kAdminEntries;
   wanted.header_digest = options.header_digest;
   wanted.data_digest = options.data_digest;
-  return {connect_to(options.host, options.port, patience), wanted, patience};
+  return {connect_to(options.host, options.port, deadline), wanted, deadline};
 }
 
-void nap(Clock::duration length, const Patience& patience) {
-  auto limited = patience;
+void pause_for(Clock::duration length, const Deadline& deadline) {
+  auto limited = deadline;
   limited.until = Clock::now() + length;
   wait_for(-1, 0, limited);
 }
@@ -84,23 +84,23 @@ Clock::duration seconds(double value) {
 }
 
 Clock::duration Facts::pause_before_retry(std::uint16_t status, int tries) const {
-  const auto told = retry_delay(status);
-  if (told > 0 && retry_delays[told - 1U] > 0) return std::chrono::milliseconds(100) * retry_delays[told - 1U];
+  const auto number = retry_delay(status);
+  if (number > 0 && retry_delays[number - 1U] > 0) return std::chrono::milliseconds(100) * retry_delays[number - 1U];
   return tries < 2 ? Clock::duration::zero() : kFirstRetryPause * (1 << (tries - 2));
 }
 
-Association::Association(const Options& options, const Patience& patience)
-    : options_(options), admin_(connect_admin(options, patience)) {
+Association::Association(const Options& options, const Deadline& deadline)
+    : options_(options), admin_(connect_admin(options, deadline)) {
   admin_.connection().expect_queue_head(true);
   const auto keep_alive_ms = static_cast<std::uint32_t>(std::clamp(options.keep_alive_s * 1000, 0.0, 4e9));
   facts_.controller =
-      connect_at(admin_, options, connect(0, kAdminEntries, keep_alive_ms, true), kAnyController, patience);
+      connect_at(admin_, options, connect(0, kAdminEntries, keep_alive_ms, true), kAnyController, deadline);
   facts_.header_digest = admin_.connection().header_digest();
   facts_.data_digest = admin_.connection().data_digest();
-  enable(patience);
+  enable(deadline);
 }
 
-Completion Association::try_to_ask(const Entry& entry, std::span<std::byte> data, const Patience& patience,
+Completion Association::try_to_ask(const Entry& entry, std::span<std::byte> data, const Deadline& deadline,
                                    const char* what) {
   Command command;
   command.entry = entry;
@@ -112,23 +112,23 @@ Completion Association::try_to_ask(const Entry& entry, std::span<std::byte> data
     command.memory = data.data();
   }
   try {
-    return admin_.execute(command, patience);
+    return admin_.execute(command, deadline);
   } catch (const Error& error) {
     throw Error(error.kind, std::string(what) + ": " + error.text);
   }
 }
 
-std::uint64_t Association::ask(const Entry& entry, std::span<std::byte> data, const Patience& patience,
+std::uint64_t Association::ask(const Entry& entry, std::span<std::byte> data, const Deadline& deadline,
                                const char* what) {
-  const auto completion = try_to_ask(entry, data, patience, what);
+  const auto completion = try_to_ask(entry, data, deadline, what);
   if (completion.status != 0)
     throw Error(Kind::lost, std::string(what) + ": " + status_text(completion.status));
   return completion.result;
 }
 
-void Association::enable(const Patience& patience) {
+void Association::enable(const Deadline& deadline) {
   const auto get = [&](std::uint32_t property, bool eight_bytes, const char* what) {
-    return ask(get_property(property, eight_bytes), {}, patience, what);
+    return ask(get_property(property, eight_bytes), {}, deadline, what);
   };
   const auto capabilities = get(kCapabilities, true, "reading the controller's capabilities");
   const auto sets = capabilities >> 37 & 0xff, page = capabilities >> 48 & 0xf;
@@ -141,9 +141,9 @@ void Association::enable(const Patience& patience) {
     set = 6;
   }
   const auto configuration = 1U | set << 4 | static_cast<std::uint32_t>(page) << 7 | 6U << 16 | 4U << 20;
-  ask(set_property(kConfiguration, configuration), {}, patience, "enabling the controller");
+  ask(set_property(kConfiguration, configuration), {}, deadline, "enabling the controller");
   const auto begun = Clock::now();
-  const auto until = std::min(patience.until, begun + seconds(std::max(start_s, 1.0)));
+  const auto until = std::min(deadline.until, begun + seconds(std::max(start_s, 1.0)));
   auto pause = Clock::duration(std::chrono::milliseconds(1));
   while (true) {
     const auto status = get(kStatus, false, "reading the controller's status");
@@ -153,7 +153,7 @@ void Association::enable(const Patience& patience) {
       throw Error(Kind::timeout, "the controller does not become ready, for " +
                                      seconds_text(std::chrono::duration<double>(Clock::now() - begun).count()) +
                                      " s");
-    nap(std::exchange(pause, std::min<Clock::duration>(pause * 2, std::chrono::milliseconds(50))), patience);
+    pause_for(std::exchange(pause, std::min<Clock::duration>(pause * 2, std::chrono::milliseconds(50))), deadline);
   }
   const auto version = get(kVersion, false, "reading the controller's version");
   facts_.version = static_cast<std::uint32_t>(version);
@@ -162,9 +162,9 @@ void Association::enable(const Patience& patience) {
   facts_.most_data_bytes = 1U << (12 + page);  // of a page, until it is multiplied
 }
 
-void Association::prepare_for_io(const Patience& patience) {
+void Association::prepare_for_io(const Deadline& deadline) {
   std::array<std::byte, kIdentifyBytes> page;
-  ask(identify(1, 0), page, patience, "identifying the controller");
+  ask(identify(1, 0), page, deadline, "identifying the controller");
   const auto data = load_controller(page);
   if (data.type > 1)
     throw Error(Kind::not_supported, "the controller does no I/O: it is of type " + std::to_string(data.type));
@@ -173,7 +173,7 @@ void Association::prepare_for_io(const Patience& patience) {
   if (!data.data_by_pointer) throw Error(Kind::not_supported, "the controller takes no SGL");
   if (!data.subsystem_nqn.empty() && data.subsystem_nqn != options_.subsystem_nqn)
     throw Error(Kind::protocol, "the controller is of subsystem " + data.subsystem_nqn);
-  const auto queues = ask(set_queues(kWantedQueues), {}, patience, "asking for I/O queues");
+  const auto queues = ask(set_queues(kWantedQueues), {}, deadline, "asking for I/O queues");
   const auto granted =
       std::min<std::uint64_t>({queues & 0xffff, queues >> 16 & 0xffff, kWantedQueues - 1}) + 1;
   const auto shift = static_cast<unsigned>(std::bit_width(facts_.most_data_bytes) - 1) + data.most_data;
@@ -189,14 +189,14 @@ void Association::prepare_for_io(const Patience& patience) {
   if (data.most_commands >= 2) facts_.most_entries = std::min(facts_.most_entries, data.most_commands);
   if (facts_.most_entries < 2)
     throw Error(Kind::not_supported, "the controller's queues have room for no command");
-  // Delays of retries are told to hosts that say that they keep to them.
+  // A controller reports delays of retries only to hosts that promise to keep to them.
   if (data.retry_delays == decltype(data.retry_delays){}) return;
   std::array<std::byte, kHostBehaviorBytes> behavior{std::byte{1}};
-  if (try_to_ask(set_host_behavior(), behavior, patience, "asking for delays of retries").status == 0)
+  if (try_to_ask(set_host_behavior(), behavior, deadline, "asking for delays of retries").status == 0)
     facts_.retry_delays = data.retry_delays;
 }
 
-std::unique_ptr<Channel> Association::connect_queue(std::uint16_t queue, const Patience& patience) {
+std::unique_ptr<Channel> Association::connect_queue(std::uint16_t queue, const Deadline& deadline) {
   Connection::Options wanted;
   wanted.entries = std::min<unsigned>(facts_.most_entries, options_.depth + 1);
   wanted.header_digest = options_.header_digest;
@@ -205,9 +205,9 @@ std::unique_ptr<Channel> Association::connect_queue(std::uint16_t queue, const P
   while (true) {
     try {
       auto channel =
-          std::make_unique<Channel>(connect_to(options_.host, options_.port, patience), wanted, patience);
+          std::make_unique<Channel>(connect_to(options_.host, options_.port, deadline), wanted, deadline);
       const auto entry = connect(queue, static_cast<std::uint16_t>(wanted.entries), 0, flow_control_);
-      connect_at(*channel, options_, entry, facts_.controller, patience);
+      connect_at(*channel, options_, entry, facts_.controller, deadline);
       channel->connection().expect_queue_head(flow_control_);
       channel->connection().set_in_capsule_bytes(facts_.in_capsule_bytes);
       channel->queue = queue;
@@ -219,11 +219,11 @@ std::unique_ptr<Channel> Association::connect_queue(std::uint16_t queue, const P
   }
 }
 
-std::vector<std::uint32_t> Association::namespaces(const Patience& patience) {
+std::vector<std::uint32_t> Association::namespaces(const Deadline& deadline) {
   std::vector<std::uint32_t> found;
   std::array<std::byte, kIdentifyBytes> page;
   while (found.size() < kMostNamespaces) {
-    ask(identify(2, found.empty() ? 0 : found.back()), page, patience, "listing namespaces");
+    ask(identify(2, found.empty() ? 0 : found.back()), page, deadline, "listing namespaces");
     for (std::size_t at = 0; at < page.size(); at += 4) {
       const auto nsid = load<std::uint32_t>(page.data() + at);
       if (nsid == 0) return found;
@@ -235,10 +235,10 @@ std::vector<std::uint32_t> Association::namespaces(const Patience& patience) {
   return found;
 }
 
-Identity Association::identify_namespace(std::uint32_t nsid, const Patience& patience) {
+Identity Association::identify_namespace(std::uint32_t nsid, const Deadline& deadline) {
   std::array<std::byte, kIdentifyBytes> page;
   const auto name = "namespace " + std::to_string(nsid);
-  const auto completion = try_to_ask(identify(0, nsid), page, patience, "identifying a namespace");
+  const auto completion = try_to_ask(identify(0, nsid), page, deadline, "identifying a namespace");
   if (completion.status != 0) throw Error(Kind::name_space, name + ": " + status_text(completion.status));
   Identity identity{load_namespace(page), {}};
   const auto& data = identity.data;
@@ -256,7 +256,7 @@ Identity Association::identify_namespace(std::uint32_t nsid, const Patience& pat
   if (limit != 0 && limit < 1U << data.block_shift)
     throw Error(Kind::not_supported, name + " has larger blocks than a command may transfer");
   // Optional: old controllers do not know it.
-  const auto described = try_to_ask(identify(3, nsid), page, patience, "identifying a namespace");
+  const auto described = try_to_ask(identify(3, nsid), page, deadline, "identifying a namespace");
   if (described.status == 0 && !load_descriptors(page, identity.descriptors))
     throw Error(Kind::protocol, "descriptors of " + name + " that contradict themselves");
   if (identity.descriptors.command_set != 0)
@@ -264,23 +264,23 @@ Identity Association::identify_namespace(std::uint32_t nsid, const Patience& pat
   return identity;
 }
 
-void Association::keep_alive(const Patience& patience) { ask(nvme::keep_alive(), {}, patience, "keep alive"); }
+void Association::keep_alive(const Deadline& deadline) { ask(nvme::keep_alive(), {}, deadline, "keep alive"); }
 
-void Association::shut_down(const Patience& patience) {
-  const auto configuration = ask(get_property(kConfiguration, false), {}, patience, "closing");
+void Association::shut_down(const Deadline& deadline) {
+  const auto configuration = ask(get_property(kConfiguration, false), {}, deadline, "closing");
   const auto normal = (static_cast<std::uint32_t>(configuration) & ~(3U << 14)) | 1U << 14;
-  ask(set_property(kConfiguration, normal), {}, patience, "closing");
+  ask(set_property(kConfiguration, normal), {}, deadline, "closing");
   while (true) {
-    const auto status = ask(get_property(kStatus, false), {}, patience, "closing");
-    if ((status >> 2 & 3) == 2 || Clock::now() >= patience.until) return;
-    nap(std::chrono::milliseconds(5), patience);
+    const auto status = ask(get_property(kStatus, false), {}, deadline, "closing");
+    if ((status >> 2 & 3) == 2 || Clock::now() >= deadline.until) return;
+    pause_for(std::chrono::milliseconds(5), deadline);
   }
 }
 
-std::vector<LogEntry> Association::discovery_log(const Patience& patience) {
+std::vector<LogEntry> Association::discovery_log(const Deadline& deadline) {
   std::array<std::byte, kLogEntryBytes> page;
   const auto read = [&](std::uint64_t entry) {
-    ask(get_log(0x70, entry * kLogEntryBytes, kLogEntryBytes), page, patience, "reading the discovery log");
+    ask(get_log(0x70, entry * kLogEntryBytes, kLogEntryBytes), page, deadline, "reading the discovery log");
   };
   while (true) {  // until it did not change meanwhile
     read(0);
@@ -296,14 +296,14 @@ std::vector<LogEntry> Association::discovery_log(const Patience& patience) {
     }
     read(0);
     if (load<std::uint64_t>(page.data()) == generation) return entries;
-    if (Clock::now() >= patience.until) throw Error(Kind::timeout, "the discovery log changes all the time");
+    if (Clock::now() >= deadline.until) throw Error(Kind::timeout, "the discovery log changes all the time");
   }
 }
 
 std::vector<LogEntry> discover(Options options, double timeout_s) {
   options.subsystem_nqn = kDiscoveryNqn;
   options.keep_alive_s = 0;
-  const Patience limited{Clock::now() + seconds(timeout_s)};
+  const Deadline limited{Clock::now() + seconds(timeout_s)};
   try {
     Association association(options, limited);
     const auto entries = association.discovery_log(limited);

@@ -32,7 +32,7 @@ struct Options {
 
 Clock::duration seconds(double value);
 
-// What the controller has said of itself.
+// What the controller has reported of itself.
 struct Facts {
   ControllerData data;
   std::uint32_t most_data_bytes = 0;  // of a command; 0: no limit
@@ -54,18 +54,18 @@ inline constexpr auto kShutDownWait = std::chrono::milliseconds(1000);
 class Association {
  public:
   // Connects the admin queue and enables the controller.
-  Association(const Options& options, const Patience& patience);
+  Association(const Options& options, const Deadline& deadline);
   // What I/O needs: identifies the controller, and asks it for queues.
-  void prepare_for_io(const Patience& patience);
+  void prepare_for_io(const Deadline& deadline);
   const Facts& facts() const { return facts_; }
 
-  std::unique_ptr<Channel> connect_queue(std::uint16_t queue, const Patience& patience);
-  std::vector<std::uint32_t> namespaces(const Patience& patience);
-  Identity identify_namespace(std::uint32_t nsid, const Patience& patience);
-  std::vector<LogEntry> discovery_log(const Patience& patience);
-  void keep_alive(const Patience& patience);
-  // Returns when the controller has shut down, or the patience has ended.
-  void shut_down(const Patience& patience);
+  std::unique_ptr<Channel> connect_queue(std::uint16_t queue, const Deadline& deadline);
+  std::vector<std::uint32_t> namespaces(const Deadline& deadline);
+  Identity identify_namespace(std::uint32_t nsid, const Deadline& deadline);
+  std::vector<LogEntry> discovery_log(const Deadline& deadline);
+  void keep_alive(const Deadline& deadline);
+  // Returns when the controller has shut down, or at the deadline.
+  void shut_down(const Deadline& deadline);
 
   int socket() const { return admin_.socket(); }
   void exchange() { admin_.exchange(); }
@@ -73,10 +73,10 @@ class Association {
 
  private:
   // Throws where the answer's status is one of failure, too.
-  std::uint64_t ask(const Entry& entry, std::span<std::byte> data, const Patience& patience, const char* what);
-  Completion try_to_ask(const Entry& entry, std::span<std::byte> data, const Patience& patience,
+  std::uint64_t ask(const Entry& entry, std::span<std::byte> data, const Deadline& deadline, const char* what);
+  Completion try_to_ask(const Entry& entry, std::span<std::byte> data, const Deadline& deadline,
                         const char* what);
-  void enable(const Patience& patience);
+  void enable(const Deadline& deadline);
 
   const Options options_;
   Channel admin_;

@@ -51,27 +51,27 @@ void Socket::shut_down() const {
   if (number_ >= 0) shutdown(number_, SHUT_RDWR);
 }
 
-bool wait_for(int socket, short events, const Patience& patience) {
+bool wait_for(int socket, short events, const Deadline& deadline) {
   while (true) {
-    if (patience.look) patience.look();
+    if (deadline.look) deadline.look();
     const auto now = Clock::now();
-    const auto left = std::min<Clock::duration>(patience.until - now, patience.period);
+    const auto left = std::min<Clock::duration>(deadline.until - now, deadline.period);
     const auto milliseconds =
         std::chrono::ceil<std::chrono::milliseconds>(std::max(left, Clock::duration::zero()));
     pollfd waited[2] = {{socket, events, 0},
-                        {patience.bell != nullptr ? patience.bell->number() : -1, POLLIN, 0}};
+                        {deadline.bell != nullptr ? deadline.bell->number() : -1, POLLIN, 0}};
     const auto ready = poll(waited, 2, static_cast<int>(std::min<std::int64_t>(milliseconds.count(), 3600000)));
     if (ready < 0 && errno != EINTR) fail(errno, "poll");
     if (ready > 0 && waited[0].revents != 0) return true;
     if (ready > 0 && waited[1].revents != 0) {
-      patience.bell->clear();
-      if (patience.bell_ends) return false;
+      deadline.bell->clear();
+      if (deadline.bell_ends) return false;
     }
-    if (Clock::now() >= patience.until) return false;
+    if (Clock::now() >= deadline.until) return false;
   }
 }
 
-Socket connect_to(const std::string& host, std::uint16_t port, const Patience& patience) {
+Socket connect_to(const std::string& host, std::uint16_t port, const Deadline& deadline) {
   Addresses addresses;
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -94,7 +94,7 @@ Socket connect_to(const std::string& host, std::uint16_t port, const Patience& p
         last = errno;
         continue;
       }
-      if (!wait_for(made.number(), POLLOUT, patience))
+      if (!wait_for(made.number(), POLLOUT, deadline))
         throw Error(Kind::timeout, "no answer: awaited a connection" + since(begun));
       socklen_t size = sizeof last;
       getsockopt(made.number(), SOL_SOCKET, SO_ERROR, &last, &size);
@@ -105,19 +105,19 @@ Socket connect_to(const std::string& host, std::uint16_t port, const Patience& p
   fail(last, "connecting");
 }
 
-Channel::Channel(Socket socket, const Connection::Options& options, const Patience& patience)
+Channel::Channel(Socket socket, const Connection::Options& options, const Deadline& deadline)
     : socket_(std::move(socket)), connection_(options) {
-  run([this] { return connection_.initialised(); }, patience, "the answer to the connection's first PDU");
+  run([this] { return connection_.initialised(); }, deadline, "the answer to the connection's first PDU");
 }
 
-Completion Channel::execute(const Command& command, const Patience& patience) {
+Completion Channel::execute(const Command& command, const Deadline& deadline) {
   Completion completion{};
   connection_.submit(command);
-  run([&] { return connection_.next(completion); }, patience, "the end of a command");
+  run([&] { return connection_.next(completion); }, deadline, "the end of a command");
   return completion;
 }
 
-// What has ended is told before that the connection has.
+// Completions that have arrived are returned before the loss of the connection is thrown.
 void Channel::exchange() {
   if (!connection_.violation().empty()) throw Error(Kind::protocol, connection_.violation());
   while (true) {
@@ -149,13 +149,13 @@ void Channel::exchange() {
 }
 
 template <class Done>
-void Channel::run(const Done& done, const Patience& patience, const char* what) {
+void Channel::run(const Done& done, const Deadline& deadline, const char* what) {
   const auto begun = Clock::now();
   while (true) {
     exchange();
     if (done()) return;
     const short events = connection_.waits_to_send() ? POLLIN | POLLOUT : POLLIN;
-    if (!wait_for(socket(), events, patience))
+    if (!wait_for(socket(), events, deadline))
       throw Error(Kind::timeout, std::string("no answer: awaited ") + what + since(begun));
   }
 }

@@ -34,26 +34,26 @@ class Socket {
   int number_ = -1;
 };
 
-// How long a wait may take. `look` is called again and again meanwhile, and ends the wait by what it throws.
-struct Patience {
+// The end of a wait. `look` is called periodically meanwhile, and ends the wait by what it throws.
+struct Deadline {
   Clock::time_point until;
-  const Bell* bell = nullptr;  // looks at once when it rings
+  const Bell* bell = nullptr;  // calls `look` at once
   std::function<void()> look = {};
   Clock::duration period = std::chrono::hours(1);
   bool bell_ends = false;  // the wait
 };
 
 // Waits until the socket is ready for one of `events`. False: the time is over.
-bool wait_for(int socket, short events, const Patience& patience);
+bool wait_for(int socket, short events, const Deadline& deadline);
 // Throws Error.
-Socket connect_to(const std::string& host, std::uint16_t port, const Patience& patience);
+Socket connect_to(const std::string& host, std::uint16_t port, const Deadline& deadline);
 
 class Channel {
  public:
   // Sends the first PDU and awaits its answer. Throws Error.
-  Channel(Socket socket, const Connection::Options& options, const Patience& patience);
+  Channel(Socket socket, const Connection::Options& options, const Deadline& deadline);
   // Nothing else may be under way. Throws Error; a completion with a status is none.
-  Completion execute(const Command& command, const Patience& patience);
+  Completion execute(const Command& command, const Deadline& deadline);
   // Sends what there is to send without waiting, and takes what has come.
   void exchange();
 
@@ -65,7 +65,7 @@ class Channel {
 
  private:
   template <class Done>
-  void run(const Done& done, const Patience& patience, const char* what);
+  void run(const Done& done, const Deadline& deadline, const char* what);
 
   Socket socket_;
   Connection connection_;

@@ -98,7 +98,7 @@ bool Controller::close(double timeout_s) {
 
 // -- the thread ----------------------------------------------------------------------------------
 
-Patience Controller::patience(double timeout_s) {
+Deadline Controller::deadline(double timeout_s) {
   const auto period =
       std::min(seconds(options_.command_timeout_s) / 4, Clock::duration(std::chrono::seconds(1)));
   return {Clock::now() + seconds(timeout_s), &bell_, [this] { watch(); }, std::max(period, seconds(0.001))};
@@ -114,7 +114,7 @@ void Controller::watch() {
   if (now < next_tick_) return;
   next_tick_ =
       now + std::min(seconds(options_.command_timeout_s) / 4, Clock::duration(std::chrono::seconds(1)));
-  seats_.wake_busy();
+  queue_pool_.wake_busy();
 }
 
 Error Controller::described(const Error& error) const {
@@ -147,7 +147,7 @@ void Controller::run() {
   state_ = State::closed;
   ended_ = true;
   for (const auto handle : opened_) remove_namespace(handle);
-  seats_.close();
+  queue_pool_.close();
   changed_.notify_all();
 }
 
@@ -167,10 +167,10 @@ bool Controller::go_on(const Error& error, Clock::time_point begun, Clock::durat
     lock.unlock();
     lose(error);
   } else {
-    note(last_attempt_, error);
+    set_text(last_attempt_, error);
     if (Clock::now() - down_since_ > seconds(options_.reconnect_timeout_s)) {
       given_up_before_ = begun;
-      seats_.tell_all();
+      queue_pool_.notify_all();
     }
     lock.unlock();
     pause = std::min<Clock::duration>({pause * 2, kLongestPause, seconds(options_.reconnect_timeout_s / 4)});
@@ -180,7 +180,7 @@ bool Controller::go_on(const Error& error, Clock::time_point begun, Clock::durat
 }
 
 // Without a text where memory is short for it.
-void Controller::note(std::string& text, const Error& error) noexcept {
+void Controller::set_text(std::string& text, const Error& error) noexcept {
   text.clear();
   try {
     text = described(error).text;
@@ -191,24 +191,24 @@ void Controller::note(std::string& text, const Error& error) noexcept {
 void Controller::lose(const Error& error) {
   const std::lock_guard lock(mutex_);
   state_ = State::down;
-  note(loss_, error);
-  note(last_attempt_, error);
+  set_text(loss_, error);
+  set_text(last_attempt_, error);
   down_since_ = Clock::now();
   if (error.kind == Kind::protocol) ++counters.violations;
   if (error.kind == Kind::timeout) ++counters.timeouts;
   reported_ = nullptr;
-  seats_.lose();
+  queue_pool_.lose();
 }
 
 // False: it is closed.
 bool Controller::wait_before_retry(Clock::duration pause) {
   try {
-    auto waiting = patience(0);
+    auto waiting = deadline(0);
     waiting.until = Clock::now() + kFirstPause;
     wait_for(-1, 0, waiting);
     waiting.until = Clock::now() + pause;
     waiting.bell_ends = true;
-    while (!hastened_.exchange(false) && Clock::now() < waiting.until) wait_for(-1, 0, waiting);
+    while (!reconnect_now_.exchange(false) && Clock::now() < waiting.until) wait_for(-1, 0, waiting);
   } catch (const Error&) {
     return false;
   } catch (const std::bad_alloc&) {  // maybe for that error
@@ -219,7 +219,7 @@ bool Controller::wait_before_retry(Clock::duration pause) {
 }
 
 void Controller::establish() {
-  const auto limited = patience(options_.connect_timeout_s);
+  const auto limited = deadline(options_.connect_timeout_s);
   association_ = std::make_unique<Association>(options_, limited);
   association_->prepare_for_io(limited);
   check_namespaces(limited);
@@ -228,7 +228,7 @@ void Controller::establish() {
   if (state_ == State::down) ++counters.reconnects;
   state_ = State::up;
   ++generation_;
-  seats_.tell_all();
+  queue_pool_.notify_all();
   changed_.notify_all();
 }
 
@@ -243,14 +243,14 @@ void Controller::serve() {
     watch();
     while (asked_.exchange(false)) {
       serve_jobs();
-      serve_seats();
+      serve_clients();
     }
     if (Clock::now() >= next_keep_alive) {
-      if (options_.keep_alive_s > 0) association_->keep_alive(patience(options_.keep_alive_s));
+      if (options_.keep_alive_s > 0) association_->keep_alive(deadline(options_.keep_alive_s));
       next_keep_alive = Clock::now() + half;
     }
     association_->exchange();
-    auto waiting = patience(0);
+    auto waiting = deadline(0);
     {
       const std::lock_guard lock(mutex_);
       waiting.until = std::min(next_keep_alive, next_tick_);
@@ -261,16 +261,16 @@ void Controller::serve() {
   }
 }
 
-void Controller::serve_seats() {
+void Controller::serve_clients() {
   while (true) {
     std::unique_lock lock(mutex_);
-    const auto seat = seats_.serve(facts_.queues);
-    if (!seat) return;
-    const auto number = static_cast<std::uint16_t>(seats_.connected() + 1);
+    const auto client = queue_pool_.serve(facts_.queues);
+    if (!client) return;
+    const auto number = static_cast<std::uint16_t>(queue_pool_.connected() + 1);
     lock.unlock();
-    auto channel = association_->connect_queue(number, patience(options_.connect_timeout_s));
+    auto channel = association_->connect_queue(number, deadline(options_.connect_timeout_s));
     lock.lock();
-    seats_.add(*seat, std::move(channel));
+    queue_pool_.add(*client, std::move(channel));
   }
 }
 
@@ -305,11 +305,11 @@ void Controller::shut_down() {
   {
     const std::lock_guard lock(mutex_);
     state_ = State::closed;
-    seats_.tell_all();
+    queue_pool_.notify_all();
   }
   if (!association_ || !association_->at_rest()) return;
   try {
-    association_->shut_down(patience(std::chrono::duration<double>(kShutDownWait).count()));
+    association_->shut_down(deadline(std::chrono::duration<double>(kShutDownWait).count()));
   } catch (const std::exception&) {  // it ends all the same
   }
 }
@@ -357,14 +357,14 @@ std::string Controller::last_loss() {
 
 std::vector<std::uint32_t> Controller::namespaces() {
   const auto found = std::make_shared<std::vector<std::uint32_t>>();
-  run_job([this, found] { *found = association_->namespaces(patience(options_.command_timeout_s)); });
+  run_job([this, found] { *found = association_->namespaces(deadline(options_.command_timeout_s)); });
   return *found;
 }
 
 Handle Controller::open_namespace(std::uint32_t nsid) {
   const auto identity = std::make_shared<Identity>();
   run_job([this, nsid, identity] {
-    *identity = association_->identify_namespace(nsid, patience(options_.command_timeout_s));
+    *identity = association_->identify_namespace(nsid, deadline(options_.command_timeout_s));
   });
   const auto handle = add_namespace(std::make_shared<Namespace>(shared_from_this(), nsid, *identity));
   const std::lock_guard lock(mutex_);
@@ -386,7 +386,7 @@ void Controller::close_namespace(Handle handle) {
 }
 
 // After a new connection: whether each is still what it was.
-void Controller::check_namespaces(const Patience& patience) {
+void Controller::check_namespaces(const Deadline& deadline) {
   std::set<Handle> handles;
   {
     const std::lock_guard lock(mutex_);
@@ -397,7 +397,7 @@ void Controller::check_namespaces(const Patience& patience) {
     if (!name_space) continue;
     std::string why;
     try {
-      const auto [now, descriptors] = association_->identify_namespace(name_space->nsid, patience);
+      const auto [now, descriptors] = association_->identify_namespace(name_space->nsid, deadline);
       const auto& before = name_space->identity.data;
       if (now.block_shift != before.block_shift) why = "has blocks of another size";
       if (now.blocks < before.blocks) why = "has shrunk";
@@ -417,44 +417,44 @@ void Controller::check_namespaces(const Patience& patience) {
 
 // -- for Ios -------------------------------------------------------------------------------------
 
-std::shared_ptr<Seat> Controller::take_seat(std::function<void()> wake) {
+std::shared_ptr<IoClient> Controller::add_client(std::function<void()> wake) {
   const std::lock_guard lock(mutex_);
-  return seats_.take(std::move(wake));
+  return queue_pool_.add_client(std::move(wake));
 }
 
-void Controller::ask_for_queue(Seat& seat) {
+void Controller::ask_for_queue(IoClient& client) {
   const std::lock_guard lock(mutex_);
-  seat.asked = true;
+  client.asked = true;
   call_thread();
 }
 
-void Controller::give_back(Seat& seat, std::uint64_t generation, std::unique_ptr<Channel> channel) {
+void Controller::give_back(IoClient& client, std::uint64_t generation, std::unique_ptr<Channel> channel) {
   const std::lock_guard lock(mutex_);
   if (generation != generation_ || state_ != State::up) return;
-  seats_.give_back(seat, std::move(channel));
+  queue_pool_.give_back(client, std::move(channel));
   call_thread();
 }
 
-void Controller::leave_seat(const std::shared_ptr<Seat>& seat) {
+void Controller::remove_client(const std::shared_ptr<IoClient>& client) {
   std::unique_lock lock(mutex_);
-  const bool whole = seat->held == seat->channels.size();
+  const bool whole = client->held == client->channels.size();
   const auto generation = generation_;
-  seats_.leave(seat);
+  queue_pool_.remove_client(client);
   call_thread();
   lock.unlock();
   if (!whole) report_loss(generation, Kind::lost, "who used a queue has ended");
 }
 
-View Controller::look(Seat& seat) {
+View Controller::look(IoClient& client) {
   const std::lock_guard lock(mutex_);
-  seat.changed = false;
+  client.changed = false;
   View view{View::State::down, generation_, {}, {}, given_up_before_};
   if (closing_ || state_ == State::closed) {
     view.state = View::State::closed;
     view.why = options_.url() + ": it is closed";
   } else if (state_ == State::up) {
     view.state = View::State::up;
-    view.channels.swap(seat.channels);
+    view.channels.swap(client.channels);
   } else {
     view.why = last_attempt_ + " (no connection for " +
                seconds_text(std::chrono::duration<double>(Clock::now() - down_since_).count()) + " s)";
@@ -462,8 +462,8 @@ View Controller::look(Seat& seat) {
   return view;
 }
 
-void Controller::hasten() {
-  hastened_ = true;
+void Controller::reconnect_now() {
+  reconnect_now_ = true;
   bell_.ring();
 }
 

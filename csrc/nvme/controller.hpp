@@ -1,7 +1,7 @@
-// A controller that stays associated: whoever opens it finds it connected, or being connected again.
+// A controller that reconnects by itself after a loss.
 //
-// A thread of its own sleeps until something has to be done: keep alive, connect a queue, notice a loss,
-// connect again. Queues that were handed out are their Ios' to drive.
+// Its thread sends keep-alives, connects queues, notices losses, and reconnects. The Ios drive the queues that
+// they were given.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "nvme/association.hpp"
-#include "nvme/seats.hpp"
+#include "nvme/queue_pool.hpp"
 #include "sync.hpp"
 
 namespace penstock::nvme {
@@ -31,7 +31,7 @@ struct Counters {
   std::atomic<int> uses_io_uring = -1;  // -1: nothing was read or written yet
 };
 
-// What an Io finds when it looks.
+// The controller as an Io sees it: see `look`.
 struct View {
   enum class State { up, down, closed };
   State state;
@@ -61,15 +61,15 @@ class Controller : public std::enable_shared_from_this<Controller> {
   Counters counters;
 
   // For Ios.
-  std::shared_ptr<Seat> take_seat(std::function<void()> wake);
-  void ask_for_queue(Seat& seat);
-  // A quiet one, of the association of that generation.
-  void give_back(Seat& seat, std::uint64_t generation, std::unique_ptr<Channel> channel);
-  // What it held and did not give back is lost, and with it the association.
-  void leave_seat(const std::shared_ptr<Seat>& seat);
-  View look(Seat& seat);
+  std::shared_ptr<IoClient> add_client(std::function<void()> wake);
+  void ask_for_queue(IoClient& client);
+  // A quiet queue, of the association of that generation.
+  void give_back(IoClient& client, std::uint64_t generation, std::unique_ptr<Channel> channel);
+  // Where it holds a queue that it did not give back, the association is lost.
+  void remove_client(const std::shared_ptr<IoClient>& client);
+  View look(IoClient& client);
   std::string why_down();
-  void hasten();  // the next attempt to connect: somebody waits for it
+  void reconnect_now();  // without the pause before the next attempt: somebody waits
   void report_loss(std::uint64_t generation, Kind kind, std::string_view why);
   void wake_by(Clock::time_point time);  // Ios that have something under way
   std::uint32_t most_command_bytes(const Namespace& name_space) const;
@@ -88,25 +88,25 @@ class Controller : public std::enable_shared_from_this<Controller> {
 
   void run();
   void establish();
-  void check_namespaces(const Patience& patience);
+  void check_namespaces(const Deadline& deadline);
   void serve();
-  void serve_seats();
+  void serve_clients();
   void serve_jobs();
   bool go_on(const Error& error, Clock::time_point begun, Clock::duration& pause);
   void lose(const Error& error);
   void shut_down();
   void run_job(std::function<void()> work);
-  Patience patience(double seconds);
+  Deadline deadline(double seconds);
   void call_thread();
   void watch();
   bool wait_before_retry(Clock::duration pause);
-  void note(std::string& text, const Error& error) noexcept;
+  void set_text(std::string& text, const Error& error) noexcept;
 
   const Options options_;
   const int process_;
   Bell bell_;
   std::atomic<bool> asked_ = false;  // something for the thread to do
-  std::atomic<bool> hastened_ = false;
+  std::atomic<bool> reconnect_now_ = false;
   std::thread thread_;
 
   mutable Mutex mutex_;
@@ -119,7 +119,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
   std::exception_ptr reported_, start_error_;
   std::string loss_, last_attempt_;
   Clock::time_point down_since_{}, given_up_before_{};
-  Seats seats_;
+  QueuePool queue_pool_;
   std::list<std::shared_ptr<Job>> jobs_;
   std::set<Handle> opened_;
   Facts facts_;

@@ -1,4 +1,4 @@
-// A flush takes a queue as an Io does, and waits for its end.
+// A flush takes a queue as an Io does, and waits for the end of its command.
 #include "nvme/controller.hpp"
 
 namespace penstock::nvme {
@@ -7,19 +7,19 @@ void flush(Controller& controller, std::uint32_t nsid) {
   controller.require_own_process();
   const auto& options = controller.options();
   const auto bell = std::make_shared<Bell>();
-  const auto seat = controller.take_seat([bell] { bell->ring(); });
+  const auto client = controller.add_client([bell] { bell->ring(); });
   std::unique_ptr<Channel> channel;
   View view{};
   const auto leave = [&] {
     if (channel && channel->connection().quiet() && channel->connection().violation().empty())
-      controller.give_back(*seat, view.generation, std::move(channel));
-    controller.leave_seat(seat);
+      controller.give_back(*client, view.generation, std::move(channel));
+    controller.remove_client(client);
   };
   const auto take_queue = [&] {
     const auto until = Clock::now() + seconds(options.reconnect_timeout_s);
-    controller.ask_for_queue(*seat);
+    controller.ask_for_queue(*client);
     while (true) {
-      view = controller.look(*seat);
+      view = controller.look(*client);
       if (view.state == View::State::closed) throw Error(Kind::closed, view.why);
       if (!view.channels.empty()) {
         channel = std::move(view.channels.front());
@@ -31,8 +31,8 @@ void flush(Controller& controller, std::uint32_t nsid) {
     }
   };
   const auto interrupted = [&] {
-    if (!seat->changed.exchange(false)) return;
-    const auto now = controller.look(*seat);
+    if (!client->changed.exchange(false)) return;
+    const auto now = controller.look(*client);
     if (now.state != View::State::up || now.generation != view.generation)
       throw Error(Kind::lost, "the association is lost");
   };

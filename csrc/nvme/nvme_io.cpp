@@ -114,7 +114,7 @@ class NvmeIo final : public Io {
   };
   struct Target {
     std::shared_ptr<Controller> controller;
-    std::shared_ptr<Seat> seat;
+    std::shared_ptr<IoClient> client;
     std::uint64_t generation = 0;
     std::list<Queue> queues;
     std::deque<Part*> waiting;
@@ -189,7 +189,7 @@ NvmeIo::Remote* NvmeIo::find(Handle handle) {
     target = targets_.emplace(targets_.end());
     target->controller = controller;
     try {
-      target->seat = controller->take_seat([this] {
+      target->client = controller->add_client([this] {
         attention_ = true;
         current_.load()->wake();
       });
@@ -231,7 +231,7 @@ void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag
     *part = {task, {}, first, 0, 0, {}};
     part->command.direction = operation.write ? Direction::to_controller : Direction::to_host;
     part->command.memory_bytes = operation.size_bytes;
-    ++remote.target->seat->under_way;
+    ++remote.target->client->under_way;
     end_part(part, error, why);
   };
   if (!name_space.usable()) return refuse(ESTALE, "");
@@ -260,8 +260,8 @@ void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag
     ++task->commands_left;
     at = stop;
   }
-  remote.target->seat->under_way += task->commands_left;
-  if (remote.target->given_up) remote.target->controller->hasten();
+  remote.target->client->under_way += task->commands_left;
+  if (remote.target->given_up) remote.target->controller->reconnect_now();
 }
 
 // -- waiting -------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ void NvmeIo::attend() {
   if (leaving_ || !attention_.exchange(false)) return;
   const auto now = Clock::now();
   for (auto& target : targets_) {
-    if (target.seat->changed) refresh(target);
+    if (target.client->changed) refresh(target);
     look_at_clock(target, now);
   }
 }
@@ -320,7 +320,7 @@ void NvmeIo::attend() {
 // -- targets -------------------------------------------------------------------------------------
 
 void NvmeIo::refresh(Target& target) {
-  auto view = target.controller->look(*target.seat);
+  auto view = target.controller->look(*target.client);
   if (view.generation != target.generation || view.state != View::State::up) drop_queues(target);
   target.generation = view.generation;
   target.closed = view.state == View::State::closed;
@@ -333,7 +333,7 @@ void NvmeIo::refresh(Target& target) {
     queue.channel = std::move(channel);
     target.asked = false;
   }
-  if (target.seat->yields) {
+  if (target.client->must_yield) {
     send_waiting(target);  // each turn brings it on
     return_queue(target);
   }
@@ -361,7 +361,7 @@ bool NvmeIo::return_if_quiet(Queue& queue) {
     return false;
   }
   auto& target = *queue.target;
-  target.controller->give_back(*target.seat, target.generation, std::move(queue.channel));
+  target.controller->give_back(*target.client, target.generation, std::move(queue.channel));
   target.queues.remove_if([&](const auto& each) { return &each == &queue; });
   return true;
 }
@@ -441,7 +441,7 @@ void NvmeIo::send_waiting(Target& target) {
       }
       if (best == nullptr) {
         if (target.queues.size() < target.controller->options().queues && !std::exchange(target.asked, true))
-          target.controller->ask_for_queue(*target.seat);
+          target.controller->ask_for_queue(*target.client);
         break;
       }
       target.waiting.pop_front();
@@ -587,7 +587,7 @@ void NvmeIo::end_part(Part* part, int error, const std::string& why) {
   auto& task = *part->task;
   auto& name_space = *task.remote->name_space;
   auto& controller = *name_space.controller;
-  --task.remote->target->seat->under_way;
+  --task.remote->target->client->under_way;
   if (error == 0) {
     const bool write = part->command.direction == Direction::to_controller;
     auto& counters = controller.counters;
@@ -639,7 +639,7 @@ NvmeIo::~NvmeIo() {
       const std::lock_guard lock(leaving);
       if (ring_ != nullptr) left_behind().splice(left_behind().end(), target.queues);  // the kernel's, for ever
     }
-    target.controller->leave_seat(target.seat);
+    target.controller->remove_client(target.client);
   }
 }
 

@@ -1,4 +1,4 @@
-// What a forked child must not share with its parent.
+// Singletons of a process, which a forked child does not share with its parent.
 #pragma once
 
 #include <unistd.h>
@@ -8,7 +8,7 @@
 
 namespace penstock::nvme {
 
-// One for each process: what a fork copied is the parent's.
+// Makes a new one in a forked child.
 template <class T>
 T& of_this_process() {
   static std::atomic<T*> current = nullptr;

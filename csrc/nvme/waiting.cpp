@@ -79,7 +79,7 @@ struct Mover {
 
 std::atomic<Mover*> mover = nullptr;
 
-void tell(Transfers& transfers) {
+void notify_waiters(Transfers& transfers) {
   while (true) {
     const auto finished = transfers.wait();
     if (finished.empty()) return;
@@ -174,7 +174,7 @@ bool prepare_to_wait() {
   if (const auto* made = mover.load(); made != nullptr && made->process == getpid()) return true;
   try {
     auto* made = new Mover(mover.load());
-    std::thread([made] { tell(made->transfers); }).detach();
+    std::thread([made] { notify_waiters(made->transfers); }).detach();
     std::thread([made] { lend(*made->loans); }).detach();
     mover.store(made);
   } catch (const std::exception&) {

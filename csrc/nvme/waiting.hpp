@@ -1,4 +1,4 @@
-// Reads and writes of namespaces for who can only wait: the arena, which has no thread to come back with.
+// Blocking reads and writes of namespaces, for the arena, which has no thread for callbacks.
 #pragma once
 
 #include <cstddef>
@@ -8,18 +8,18 @@
 
 namespace penstock::nvme {
 
-// Has the threads that carry them out; idempotent. They never touch Python. False if the system refuses them.
+// Starts the threads that carry them out; idempotent. They never touch Python. False if the system refuses them.
 bool prepare_to_wait();
 
-// What a move leaves behind that is over, and its memory and place may be used for something else.
+// What must not be reused yet after a move has ended.
 struct Remains {
-  bool abandoned = false;  // not the memory: it may be read or written for ever
-  double unsettled_s = 0;  // not the place, for so long: a write that was lost may land there yet
+  bool abandoned = false;  // the memory: it may be read or written for ever
+  double unsettled_s = 0;  // the place, for so long: a lost write may still be carried out
 };
 
 // Moves all of it; 0, or an errno. What is written is whole blocks, from memory that stays as it is. A forked child
-// has no connections: for it a thread of its parent's reads, into memory that they share; ESTALE where that has ended,
-// and where the child would write. Takes no memory then, and no lock that a fork may leave held.
+// has no connections: a thread of its parent reads for it, into shared memory; ESTALE where the parent has ended, and
+// for writes. In a child it allocates nothing, and takes no lock that the fork may have left held.
 int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t size_bytes, std::uint64_t offset,
                   Remains* remains = nullptr);
 

@@ -76,12 +76,12 @@ class SampleBatch final : public Target, public std::enable_shared_from_this<Sam
 
   // A read of the sample at this position, whose index and offsets are set, to be submitted.
   Read read(std::size_t position, const Extent& extent);
-  // Takes no memory: the thread that calls it has nobody to tell that there is none.
+  // Allocates nothing: the calling thread could not report a bad_alloc.
   void arrived(std::uint64_t number, int error) override;
   // The sample lies where it belongs: is it right?
   void check(std::size_t position, const Extent& extent);
   void add_bad(std::size_t position, const Failure& failure);
-  // By the thread that made it, which then tells whoever waits.
+  // Called by the thread that made it, which then notifies the waiters.
   void assembled() { under_way_.fetch_sub(1, std::memory_order_acq_rel); }
 
   bool under_way() const { return under_way_.load(std::memory_order_acquire) > 0; }

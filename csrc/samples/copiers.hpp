@@ -1,4 +1,4 @@
-// Threads that share what one thread has to do at once.
+// A thread pool that runs the parts of one call in parallel.
 #pragma once
 
 #include <condition_variable>

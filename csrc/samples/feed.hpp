@@ -68,7 +68,7 @@ class Feed {
   std::size_t wanted_ = 0;  // samples of a batch: as many as were asked for last
   std::size_t enough_ = 0;  // samples that have to be ready before who waits is woken
   bool ended_ = false, sleeps_ = false;
-  std::optional<Failure> failure_;     // that a caller has been told
+  std::optional<Failure> failure_;     // that was thrown to a caller
   std::optional<Failure> final_failure_;  // of the thread, after everything that is ready
   std::vector<std::uint64_t> skipped_;
   std::mutex closing_;

@@ -27,7 +27,7 @@ class NameTable {
 
   std::uint64_t samples() const { return samples_; }
   std::string_view name(std::uint64_t index) const { return at(position(index)); }
-  // Whether this is the index's name, which has the same key so far as the lookup tells.
+  // Whether this is the index's name, which has the same key in the lookup.
   bool is(std::uint64_t index, std::string_view name) const;
   // Where an index's name begins in names.bin.
   std::uint64_t position(std::uint64_t index) const;

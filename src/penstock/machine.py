@@ -59,7 +59,7 @@ def container_bytes(groups: Path = _GROUPS, root: Path = _ROOT) -> int | None:
 
 
 def container_available_bytes(groups: Path = _GROUPS, root: Path = _ROOT) -> int | None:
-    """What the control groups still allow; the page cache in them gives way. None where nothing limits."""
+    """Bytes that the control groups still allow, their page cache counted as free. None: no limit."""
     return min(
         (max(0, limit_bytes - used_bytes) for limit_bytes, used_bytes in _limited(groups, root)), default=None
     )

@@ -51,7 +51,7 @@ FORMATS = {
     "iterable": "iterables",
 }
 
-# What `penstock.samples` takes where nothing is said: bytes of a chunk, and caches to tell the mixing for.
+# Defaults of `penstock.samples`: bytes of a chunk, and cache sizes to compute the mixing for.
 CHUNK_BYTES = "256KiB"
 CACHES = ("16MiB", "64MiB", "256MiB", "1GiB")
 
@@ -243,9 +243,8 @@ class IoOptions(_Options):
     costs       file of I/O cost tables of earlier runs: read, for devices and disks of the same kind, and
                 added to
     explorers   which rank of several explores the I/O paths, where their devices, file systems, disks and I/O
-                paths are the same. "divided": each size is explored by one of them, which tells the others;
-                "one" explores for all; "each" explores for itself. Ranks where these differ do not hear of
-                each other
+                paths are the same. "divided": each size is explored by one of them; "one": all sizes by the
+                same one; "each": every rank explores for itself. Ranks where these differ share nothing
     reexplore   share of the transfer time to spend on trying slower I/O paths again, since machines change; 0
                 for none after the first steps
     verify      compare the checksum of everything that comes back from disk. That takes about 0.05 CPU

@@ -76,7 +76,7 @@ def share_bytes(budget: int | str, total_bytes: int, free_bytes: int) -> int:
 def parse_endurance(size: int | str) -> int:
     """Bytes that may be written to a drive in its life: ``"600TBW"`` as on its data sheet, or any size.
 
-    Raises InvalidSize where the text is no size, or the size is not above zero.
+    Raises InvalidSize where the text is no size or has no unit, or the size is not above zero.
     """
     text = (
         re.sub(r"(?<=[kMGTP]B)W$", "", size.strip(), flags=re.IGNORECASE) if isinstance(size, str) else size
@@ -86,6 +86,8 @@ def parse_endurance(size: int | str) -> int:
         raise InvalidSize(
             "an endurance of 0 bytes is none: take it from the drive's data sheet, such as '600TBW'"
         )
+    if isinstance(text, str) and not text[-1:].isalpha():
+        raise InvalidSize(f"{size!r} has no unit: {counted(found, 'byte')}? Write {text}TBW")
     return found
 
 

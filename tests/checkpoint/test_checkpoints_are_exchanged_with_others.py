@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -171,6 +172,14 @@ def test_damaged_files_of_torch_are_refused(tmp_path: Path) -> None:
     path.write_bytes(changed)
     with pytest.raises(penstock.InvalidFile, match=r"its member .*data/0"):
         checkpoint.verify(path)
+
+
+def test_zip_files_of_others_are_not_called_damaged(tmp_path: Path) -> None:
+    np.savez(tmp_path / "arrays.npz", weight=np.ones(3))
+    said = r"arrays\.npz is not a checkpoint: it is a zip file"
+    with pytest.raises(penstock.InvalidFile, match=said) as error:
+        checkpoint.load(tmp_path / "arrays.npz")
+    assert "damaged" not in str(error.value)
 
 
 @pytest.mark.parametrize("mmap", [True, False, None])

@@ -54,6 +54,13 @@ def test_every_command_ends_with_an_example_that_can_be_typed(words: tuple[str, 
     assert parser().parse_args(shlex.split(examples)[1:]).command is not None
 
 
+@pytest.mark.parametrize("command", ["trace", "run"])
+def test_scripts_are_said_to_be_imported(command: str) -> None:
+    assert 'The script is imported, so put its own training under `if __name__ == "__main__":`' in " ".join(
+        COMMANDS[command,].format_help().split()
+    )
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_options_are_called_the_same_everywhere(words: tuple[str, ...]) -> None:
     command = COMMANDS[words]

@@ -131,7 +131,7 @@ def test_endurance_as_on_a_data_sheet(text: int | str, size: int) -> None:
     assert parse_endurance(text) == size
 
 
-@pytest.mark.parametrize("text", ["0TBW", "TBW", "600W", "600TiBW", "much", -1])
+@pytest.mark.parametrize("text", ["0TBW", "TBW", "600W", "600TiBW", "much", "600", "1.5", -1])
 def test_an_endurance_that_is_none(text: int | str) -> None:
     with pytest.raises(InvalidSize):
         parse_endurance(text)

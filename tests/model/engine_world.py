@@ -776,7 +776,7 @@ class World:
                 ctypes.string_at(self.storage[name].data_ptr(), 1)
                 self._follow()
             elif state == "dropped" or (writes and state and self.managed[name].recipes):
-                if not self.recomputation.answer(self.storage[name].data_ptr(), writes):
+                if not self.recomputation.serve_fault(self.storage[name].data_ptr(), writes):
                     raise Violation(f"{name} was dropped, and is not made again")
             else:
                 return

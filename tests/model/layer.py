@@ -61,8 +61,8 @@ class Layer:
         for module in (self.cpu, self.recompute):
             module._native = self.native
         self.cpu.gc = SimpleNamespace(collect=lambda: 0)  # the world leaves no garbage that matters
-        self.recompute.start_answering = lambda recomputation: None  # the world answers
-        self.recompute.stop_answering = lambda recomputation: None
+        self.recompute.start_serving = lambda recomputation: None  # the world answers
+        self.recompute.stop_serving = lambda recomputation: None
 
     @staticmethod
     def _load(name: str, replaced: tuple[tuple[str, str], ...]) -> ModuleType:

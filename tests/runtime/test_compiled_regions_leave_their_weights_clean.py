@@ -114,7 +114,7 @@ def test_where_no_graph_tells_all_is_written(run: CheckedRun, monkeypatch: pytes
 
     x, weight = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
     forward(x, weight)
-    monkeypatch.setattr(regions, "_graph", lambda module, inputs: None)
+    monkeypatch.setattr(regions, "_analyse", lambda module, inputs: None)
     regions._graphs.clear()
     managed = leave(run, weight)
     forward(x, weight)

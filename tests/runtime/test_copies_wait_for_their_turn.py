@@ -94,17 +94,17 @@ def test_what_is_needed_now_overtakes_what_was_asked_for_before(copies: _Copies)
 def test_one_that_kernels_wait_for_begins_at_once(copies: _Copies) -> None:
     first, _, last = [copies.put(size_bytes) for size_bytes in (6, 7, 8)]
     assert first.over is not None and last.over is None
-    event = copies.queue.begin(last)
-    assert event is last.over is not None and copies.queue.begin(last) is event
+    event = copies.queue.issue_now(last)
+    assert event is last.over is not None and copies.queue.issue_now(last) is event
     assert [copies.next_ends() for _ in range(3)] == [6, 8, 7]
 
 
 def test_one_that_waits_can_be_given_another_event_to_wait_for(copies: _Copies) -> None:
     first, second = copies.put(6), copies.put(7)
     event = _Event(reached=True)
-    assert not copies.queue.change(first, lambda: event)
-    assert not copies.queue.change(second, lambda: None)
-    assert copies.queue.change(second, lambda: event)
+    assert not copies.queue.add_wait(first, lambda: event)
+    assert not copies.queue.add_wait(second, lambda: None)
+    assert copies.queue.add_wait(second, lambda: event)
     assert copies.waited == []
     assert [copies.next_ends() for _ in range(2)] == [6, 7]
     assert copies.waited == [event]
@@ -117,7 +117,7 @@ def test_one_that_the_stream_refuses_fails_alone(copies: _Copies) -> None:
     assert copies.next_ends() == 6
     size_bytes, error = copies.over.get(timeout=WAIT_S)
     assert size_bytes == 13 and "takes none of 13 bytes" in str(error)
-    assert copies.queue.begin(refused) is None
+    assert copies.queue.issue_now(refused) is None
     assert copies.next_ends() == 7
 
 

@@ -65,6 +65,18 @@ def test_an_optimizer_outside_of_a_step_is_named_once(
     assert "SGD.step() ran outside `with run.step():`" in record.getMessage()
 
 
+def test_what_no_plan_predicted_is_not_shown_as_nothing(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    model, optimizer = small_gpt()
+    keep = penstock.PlanOptions(policy="keep", smallest_bytes=PAGED.smallest_bytes)
+    with penstock.offload(
+        model, optimizer, device_budget="300KiB", spill_dir=tmp_path, hardware=hardware, planning=keep
+    ) as run:
+        with run.step():
+            iterate(model, optimizer, 0)
+        table = str(run.report()).splitlines()[2:6]
+    assert len(table) == 4 and all("no plan" in line for line in table)
+
+
 def test_too_small_a_budget_is_one_traceback(tmp_path: Path, hardware: penstock.Hardware) -> None:
     model, optimizer = small_gpt()
     with (

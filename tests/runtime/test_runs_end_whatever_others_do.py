@@ -222,6 +222,18 @@ def test_who_forgot_an_open_run_is_told(tmp_path: Path) -> None:
     assert nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512)).shape == (64, 512)
 
 
+def test_a_tensor_that_exceeds_the_budget_alone_opens_no_run(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    model = nn.Linear(512, 512)
+    with pytest.raises(penstock.BudgetTooSmall) as refused:
+        penstock.offload(model, device_budget="512KiB", spill_dir=tmp_path, hardware=hardware)
+    assert "takes 1.00 MiB alone" in str(refused.value) and "No run was opened" in str(refused.value)
+    assert "still open" not in str(refused.value)
+    assert refused.value.minimum_bytes == MIB
+    assert torch.ones(MIB).sum() == MIB, "no budget is left behind"
+
+
 def test_tensors_of_another_thread_leave_for_those_of_a_kernel(tmp_path: Path) -> None:
     """They are nobody's of the run, and count: what a kernel needs at once fits beside none of them."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import progress
 from penstock.samples.manifest import read_manifest
-from penstock.samples.packing import Rhythm, pack, pack_source
+from penstock.samples.packing import FlushPolicy, pack, pack_source
 from penstock.samples.sources import open_source
 from tests.support.folders import folder_in_memory
 from tests.support.packing import (
@@ -219,8 +219,8 @@ def test_few_checkpoints_are_made_of_much(tmp_path: Path) -> None:
     def look(*_: int) -> None:
         seen.add((folder / "packing.json").read_bytes())
 
-    rhythm = Rhythm(flush_bytes=1 << 10, checkpoint_bytes=32 << 10, checkpoint_s=1e9)
-    pack_source(Listed(items), folder, recipe_of(Listed(items)), metadata={}, rhythm=rhythm, report=look)
+    policy = FlushPolicy(flush_bytes=1 << 10, checkpoint_bytes=32 << 10, checkpoint_s=1e9)
+    pack_source(Listed(items), folder, recipe_of(Listed(items)), metadata={}, policy=policy, report=look)
     assert len(seen) <= 2 + sum(len(data) for _, data in items) // (32 << 10)
     assert read_manifest(folder).samples == 200
 

@@ -371,7 +371,7 @@ class Runner:
         move(Copy(managed, storage, block, [ready], done), DEMAND, self, done)
         return outcomes
 
-    def carry(self, copy: Copy, priority: int, done: Done) -> None:
+    def start(self, copy: Copy, priority: int, done: Done) -> None:
         time.sleep(self.bounce_s)
         self.bounced += 1
         done(None, [])
@@ -427,7 +427,7 @@ class Overlapping(Runner):
 
         choice.observe = observed  # type: ignore[method-assign]
 
-    def carry(self, copy: Copy, priority: int, done: Done) -> None:
+    def start(self, copy: Copy, priority: int, done: Done) -> None:
         self.under_way.append((done, len(self.under_way)))
         self.most = max(self.most, len(self.under_way))
 

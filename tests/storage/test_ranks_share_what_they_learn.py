@@ -14,10 +14,10 @@ from torch.distributed import HashStore
 
 from penstock.core import files
 from penstock.errors import InvalidArgument
-from penstock.storage import exchange
+from penstock.storage import cost_sharing
 from penstock.storage.choice import Choice
+from penstock.storage.cost_sharing import CostSharing
 from penstock.storage.costs import CostTables, Entry, Tables
-from penstock.storage.exchange import Exchange
 from tests.support.io_paths import Machine, train
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ class Rank:
         self.choice, self.lock = Choice(PATHS, reexplore=0), threading.Lock()
         self.machine = Machine(COSTS, sigma=0.0, outliers=0.0)
         self.tried: dict[int, set[str]] = {}
-        self.exchange = Exchange(
+        self.sharing = CostSharing(
             store,  # type: ignore[arg-type]
             {"host": self.choice},
             self.lock,
@@ -63,7 +63,7 @@ def ranks(*made: Rank) -> Iterator[tuple[Rank, ...]]:
         yield made
     finally:
         for rank in made:
-            rank.exchange.close()
+            rank.sharing.close()
 
 
 def run_until(done: Callable[[], bool], step: Callable[[], None] = lambda: None) -> None:
@@ -214,7 +214,7 @@ class Silent(Lying):
 
 
 def test_a_rank_that_is_told_nothing_explores_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(cost_sharing, "PATIENCE_S", 0.1)
     with ranks(Rank(Silent(b""), 0)) as (rank,):
         train_until_all_know((rank,), [MIB])
         assert rank.best(MIB) == ("fast", "fast")
@@ -244,13 +244,13 @@ class Hanging(Silent):
 
 
 def test_a_store_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_CLOSING_S", 0.1)
+    monkeypatch.setattr(cost_sharing, "_CLOSING_S", 0.1)
     store = Hanging()
     with ranks(Rank(store, 0)) as (rank,):
         rank.step([MIB])
         assert store.asked.wait(60)
         rank.step([MIB])  # the lock is free
-        rank.exchange.close()
+        rank.sharing.close()
         assert not store.go_on.is_set()
         store.go_on.set()
 

@@ -198,9 +198,16 @@ def test_a_bad_directory_is_refused_at_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_a_directory_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(SpillError, match=r"/proc.*spill_dir"):
-        SpillSpace("/proc/self")
+@pytest.mark.parametrize(
+    ("directory", "said"),
+    [
+        ("/proc/self", r"/proc.*spill_dir"),
+        ("/proc", r"/proc: its file system takes no new files\. .*spill_dir"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_refused(directory: str, said: str) -> None:
+    with pytest.raises(SpillError, match=said):
+        SpillSpace(directory)
 
 
 def test_an_io_error_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

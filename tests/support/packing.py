@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from penstock.samples.manifest import Field, StoreManifest
-from penstock.samples.packing import Rhythm, pack_source
+from penstock.samples.packing import FlushPolicy, pack_source
 from penstock.samples.progress import Recipe
 from penstock.samples.sources import Block, RawSample, Source
 from tests.support import stores
 
-OFTEN = Rhythm(flush_bytes=1, checkpoint_bytes=1, checkpoint_s=0.0)  # whenever it can
+OFTEN = FlushPolicy(flush_bytes=1, checkpoint_bytes=1, checkpoint_s=0.0)  # whenever it can
 
 
 class Stopped(Exception):
@@ -106,7 +106,7 @@ def recipe_of(source: Source, chunk_bytes: int = 4096, data_file_bytes: int = 1 
 def pack_often(source: Source, folder: Path, data_file_bytes: int = 1 << 40, **options: Any) -> StoreManifest:
     """Pack with checkpoints at every sample."""
     recipe = recipe_of(source, data_file_bytes=data_file_bytes)
-    return pack_source(source, folder, recipe, metadata={}, rhythm=OFTEN, **options)
+    return pack_source(source, folder, recipe, metadata={}, policy=OFTEN, **options)
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -21,16 +21,16 @@ from typing import Any
 
 from penstock.errors import SampleError
 from penstock.samples import progress
-from penstock.samples.packing import Rhythm, pack_source
+from penstock.samples.packing import FlushPolicy, pack_source
 from tests.support.packing import Listed, contents, expected, recipe_of, samples_of
 
 ITEMS = samples_of(300, 2000)
 SOURCE = Listed(ITEMS, size_bytes=sum(len(data) for _, data in ITEMS))
-RHYTHM = Rhythm(flush_bytes=8 << 10, checkpoint_bytes=64 << 10, checkpoint_s=1e9)
+RHYTHM = FlushPolicy(flush_bytes=8 << 10, checkpoint_bytes=64 << 10, checkpoint_s=1e9)
 
 
 def pack_to(folder: Path, report: Callable[[int, int], None] | None = None) -> None:
-    pack_source(SOURCE, folder, recipe_of(SOURCE), metadata={}, rhythm=RHYTHM, report=report)
+    pack_source(SOURCE, folder, recipe_of(SOURCE), metadata={}, policy=RHYTHM, report=report)
 
 
 def pack_until_killed(folder: Path, reports: int) -> None:

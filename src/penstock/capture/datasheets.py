@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class DataSheet:
     """What a device is capable of in training, dense, without sparsity.
 
-    flops_per_s   by bits of the element type: floating-point operations per second in matrix products
+    flops_per_s   of matrix products, by bits of the element type
     bytes_per_s   of device memory
     launch_s      the least time a kernel takes
-    efficiency    fraction of both that kernels reach in practice
+    efficiency    fraction of both rates that kernels reach in practice
     """
 
     flops_per_s: dict[int, float]

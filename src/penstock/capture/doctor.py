@@ -1,6 +1,6 @@
-"""What penstock stands on, tried one by one: what works here, what costs something, and how to mend it.
+"""Checks what penstock needs on this machine: what works, what is missing and costs something, how to fix it.
 
-Nothing is timed: `penstock.probe` does that. Each trial uses the part of the library that training uses.
+Nothing is timed: `penstock.probe` does that. Each check uses the part of the library that training uses.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that penstock stands on.
+    """The result of one check.
 
     state    "fine"; "costs": penstock trains without it; "fails": it cannot train here
     found    what is there
-    cost     what that costs, in words; empty where it is fine
-    remedy   how to mend it; empty where it is fine
+    cost     what is lost, in words; empty where it is fine
+    remedy   how to fix it; empty where it is fine
     """
 
     name: str
@@ -52,9 +52,9 @@ class Finding:
 
 
 def examine(spill_dirs: Sequence[Path] = ()) -> list[Finding]:
-    """What there is on this machine, in the order of a page.
+    """All checks, in the order in which they are printed.
 
-    spill_dirs   where tensors would be spilled to; where `penstock.offload` does by itself if none is given
+    spill_dirs   directories to spill to; if none is given, the default of `penstock.offload`
 
     Puts the arena in place of torch's allocator, and writes 1 MiB by each I/O path to an unlinked file.
     """

@@ -1,4 +1,4 @@
-"""Which part of the iteration runs now, and what the optimizer says its tensors are."""
+"""The phase that runs now, and the kinds of tensors, as the optimizers' hooks show them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHT, GRADIENT, OPTIMIZER_STATE, ACTIVATION, INPUT, WORKSPACE = range(len(KIND
 
 
 class Phases:
-    """Follows the optimizers that step between `enter` and `exit`, and asks autograd where it is.
+    """Finds the current phase from optimizer hooks and autograd, between `enter` and `exit`.
 
     on_kind   called with a tensor and WEIGHT, GRADIENT or OPTIMIZER_STATE: before an optimizer's step with
               its parameters and their gradients, after it with its state
@@ -29,8 +29,8 @@ class Phases:
     def enter(self) -> None:
         self._in_optimizer = False
         self._hooks = [
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ends),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
 
     def exit(self) -> None:
@@ -39,25 +39,25 @@ class Phases:
         self._hooks = []
 
     def current(self) -> int:
-        """FORWARD, BACKWARD or OPTIMIZER. Each thread asks for itself: autograd may run on another one."""
+        """FORWARD, BACKWARD or OPTIMIZER, of this thread: autograd may run on another one."""
         if self._in_optimizer:
             return OPTIMIZER
         return FORWARD if torch._C._current_autograd_node() is None else BACKWARD
 
-    def _optimizer_begins(
+    def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._in_optimizer = True
         self._report_gradients(optimizer)
         this, *given = args
         if callable(closure := kwargs.get("closure")):
-            return args, kwargs | {"closure": self._outside(optimizer, closure)}
+            return args, kwargs | {"closure": self._wrapped(optimizer, closure)}
         if given and callable(given[0]):
-            return (this, self._outside(optimizer, given[0]), *given[1:]), kwargs
+            return (this, self._wrapped(optimizer, given[0]), *given[1:]), kwargs
         return None
 
-    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Of an optimizer that is given a closure: what this runs is forward and backward."""
+    def _wrapped(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the closure of `Optimizer.step`: what it runs is forward and backward."""
 
         def called() -> Any:
             self._in_optimizer = False
@@ -78,7 +78,7 @@ class Phases:
                 if parameter.grad is not None:
                     self._on_kind(parameter.grad, GRADIENT)
 
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_optimizer = False
         if self._on_kind is None:
             return

@@ -1,4 +1,4 @@
-"""Regions of torch.compile: what each does to its inputs, by the graph that it was compiled from."""
+"""Regions of torch.compile: which inputs each one writes, found in the FX graph it was compiled from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.capture.operators import describe
 
 
 def compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
-    """Let what `torch.compile` compiles inside run as one operator a region, which a mode can see. What was
-    compiled before runs unseen."""
+    """Have each region that torch.compile compiles inside run as one operator, which dispatch modes see. What
+    was compiled before stays invisible to them."""
     if "torch._dynamo" in sys.modules:  # else nothing was handed to torch.compile
         from torch._inductor import config
 
@@ -29,37 +29,37 @@ def compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
 
 
 class RegionInputs(NamedTuple):
-    """Tensors among a region's inputs. All others are read, and nothing else.
+    """Tensors among a region's inputs. All others are only read.
 
     written   by the graph
-    spare     neither written nor returned by it: the region may build a result in their memory, where nobody
-              else has them (PyTorch's donated buffers)
+    spare     neither written nor returned: the region may reuse their memory for a result, where nothing else
+              references them (PyTorch's donated buffers)
     """
 
     written: list[torch.Tensor]
     spare: list[torch.Tensor]
 
 
-class _Graph(NamedTuple):
-    """Numbers of inputs that the graph writes to, and of those that its results lie in."""
+class _GraphInputs(NamedTuple):
+    """Indices of the inputs that the graph writes, and of those that its outputs may alias."""
 
     written: frozenset[int]
     returned: frozenset[int]
 
 
-_graphs: weakref.WeakKeyDictionary[Any, _Graph | None] = weakref.WeakKeyDictionary()
+_graphs: weakref.WeakKeyDictionary[Any, _GraphInputs | None] = weakref.WeakKeyDictionary()
 
 
 def region_inputs(args: tuple[Any, ...]) -> RegionInputs | None:
-    """What is known of the inputs of an operator without a schema; None where any may be written. Asked
-    before it runs, as a region empties its list of inputs."""
+    """The inputs of an operator without a schema; None where any may be written. Call it before the region
+    runs, which clears its list of inputs."""
     if len(args) != 2 or not isinstance(args[1], list | tuple):
         return None
     region, inputs = args
     if (module := getattr(region, "original_gm", None)) is None:
         return None
     if region not in _graphs:
-        _graphs[region] = _graph(module, len(inputs))
+        _graphs[region] = _analyse(module, len(inputs))
     if (graph := _graphs[region]) is None:
         return None
     tensors = {number: value for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
@@ -70,8 +70,8 @@ def region_inputs(args: tuple[Any, ...]) -> RegionInputs | None:
     )
 
 
-def _graph(module: torch.fx.GraphModule, inputs: int) -> _Graph | None:
-    """None: it is not the graph of so many inputs."""
+def _analyse(module: torch.fx.GraphModule, inputs: int) -> _GraphInputs | None:
+    """None where the graph has not so many inputs."""
     shared: dict[Node, frozenset[int]] = {}  # by node: inputs that its tensors may lie in
     written = returned = frozenset[int]()
     placeholders = 0
@@ -99,9 +99,9 @@ def _graph(module: torch.fx.GraphModule, inputs: int) -> _Graph | None:
         else:
             written |= lie_in(everything)
             shared[node] = lie_in(everything)
-    return _Graph(written, returned) if placeholders == inputs else None
+    return _GraphInputs(written, returned) if placeholders == inputs else None
 
 
 def _may_return_inputs(overload: torch._ops.OpOverload) -> bool:
-    says = any(result.alias_info is not None for result in overload._schema.returns)
-    return says or overload is torch.ops.aten._unsafe_view.default
+    aliases = any(result.alias_info is not None for result in overload._schema.returns)
+    return aliases or overload is torch.ops.aten._unsafe_view.default

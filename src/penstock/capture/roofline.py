@@ -46,7 +46,7 @@ def measure_cpu() -> DataSheet:
 
 
 def estimator(sheet: DataSheet) -> Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]:
-    """A function that gives the seconds of one kernel on a device with this data sheet."""
+    """A function that returns the seconds of one kernel on a device with this data sheet."""
 
     def estimate(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
         tensors = list(tensors_in((args, kwargs, result)))

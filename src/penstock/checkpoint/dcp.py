@@ -87,7 +87,7 @@ class Writer(_Directory, StorageWriter):
         pass
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0 makes a folder, and tells each where to write."""
+        """Rank 0 makes a folder, and assigns each rank its file."""
         folder = f"save-{secrets.token_hex(8)}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ def damaged(path: str | Path, problem: str) -> InvalidCheckpoint:
     return InvalidCheckpoint(f"{path} is damaged: {problem}. {AGAIN}")
 
 
-def error_of(error_number: int) -> OSError:
+def os_error(error_number: int) -> OSError:
     if error_number == errno.ETIMEDOUT:
         return OSError(error_number, f"The disk hangs: no answer for {format_seconds(TIMEOUT_S)}")
     return OSError(error_number, os.strerror(error_number))

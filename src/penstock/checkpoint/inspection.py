@@ -76,7 +76,7 @@ def info(path: PathLike) -> CheckpointInfo:
 def verify(path: PathLike) -> CheckpointInfo:
     """Read the checkpoint at ``path`` whole, and compare all checksums.
 
-    Gives what `info` does; where `checksummed` is False, only the file's structure was compared. Raises
+    Returns what `info` does; where `checksummed` is False, only the file's structure was compared. Raises
     CheckpointError where it cannot be read, InvalidCheckpoint, with the tensors' names, where it is damaged.
     """
     with Source(path) as source:
@@ -127,7 +127,7 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     overwrite     replace a file that is there, which may be the source; else it is an error
 
     The source is verified and mapped, and its tensors go from there to the destination. They lose the
-    devices they were saved from. Gives what the destination holds. Raises as `load` and `save` do.
+    devices they were saved from. Returns what the destination holds. Raises as `load` and `save` do.
     """
     from penstock.checkpoint.loading import load
     from penstock.checkpoint.saving import save

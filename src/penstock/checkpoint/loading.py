@@ -54,7 +54,7 @@ def load(
                    torch.save are always verified first
     verify         compare checksums, which reads everything at once; those of torch.save too
 
-    Gives the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidCheckpoint,
+    Returns the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidCheckpoint,
     with the tensors' names, where it is damaged or no checkpoint, InvalidArgument where ``into`` does
     not fit, with nothing changed, and DeviceUnavailable.
     """
@@ -238,7 +238,7 @@ def _saved_devices(source: Source) -> dict[str, str]:
 def _placed(
     tensor: torch.Tensor, saved: torch.device, function: Callable[..., torch.UntypedStorage | None]
 ) -> torch.Tensor:
-    """What torch.load makes of a function: it gets the storage in CPU memory, and gives one, or None."""
+    """What torch.load makes of a function: it gets the storage in CPU memory, and returns one, or None."""
     storage = function(tensor.untyped_storage(), str(saved))
     if storage is None:
         return tensor.to(saved)

@@ -1,4 +1,4 @@
-"""Matches the tensors of a saved state with those of the modules, optimizers and dicts to be filled."""
+"""Matches the tensors of a saved state with those of the modules, optimizers and dicts to load it into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Pair(NamedTuple):
-    """A tensor to be filled, and the saved tensor for it. `path` is its place in the state."""
+    """A tensor to load into, and the saved tensor. `path` is its place in the state."""
 
     path: str
     target: torch.Tensor
@@ -26,10 +26,10 @@ class Pair(NamedTuple):
 
 
 class Match:
-    """A saved state compared with the tensors, dicts, lists, modules and optimizers that will be filled.
+    """A saved state, compared with the tensors, dicts, lists, modules and optimizers to load it into.
 
-    pairs      tensors to be filled
-    problems   differences between the two, a text for each kind; empty where they fit
+    pairs      tensors to load
+    problems   differences between the two, a text for each kind; empty where they match
     """
 
     def __init__(self, saved: Any, into: Any) -> None:
@@ -53,7 +53,7 @@ class Match:
         return [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
 
     def take_over(self, saved: Any, into: Any) -> Any:
-        """``into`` with all that the file holds and is not a tensor: in place where it can be."""
+        """``into``, with all saved values that are not tensors: in place where possible."""
         if saved is _NOTHING or isinstance(into, torch.Tensor):
             return into
         if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
@@ -61,7 +61,7 @@ class Match:
                 isinstance(value, torch.Tensor) for value in saved.values()
             ):  # of a module, extra state
                 state = self._states[id(into)]
-                into.load_state_dict(self.take_over(_wrapped_alike(saved, state), state))
+                into.load_state_dict(self.take_over(_match_wrapper_prefix(saved, state), state))
             return into
         if isinstance(into, dict) and isinstance(saved, Mapping):
             for key, value in saved.items():
@@ -80,7 +80,7 @@ class Match:
             state = self._states[id(into)] = into.state_dict()
             if isinstance(into, torch.optim.Optimizer):
                 self._prepare_optimizer(path, saved, state)
-            saved, into = _wrapped_alike(saved, state), state
+            saved, into = _match_wrapper_prefix(saved, state), state
         if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
             if difference := _difference(saved, into):
                 self._different.append(f"{path or 'the tensor'} ({difference})")
@@ -97,7 +97,7 @@ class Match:
             self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
 
     def _prepare_optimizer(self, path: str, saved: Any, state: dict[str, Any]) -> None:
-        """Have new tensors in an optimizer's state where it has none yet."""
+        """Make new tensors in an optimizer's state where it has none yet."""
         expected = [len(group["params"]) for group in state["param_groups"]]
         groups = _member(saved, "param_groups")
         params = [_member(group, "params") for group in groups] if isinstance(groups, list) else None
@@ -105,12 +105,12 @@ class Match:
         if found != expected:
             self._different.append(f"{below(path, 'param_groups')} (of {found} parameters, not {expected})")
         elif not state["state"]:
-            state["state"] = _allocated(_member(saved, "state"))
+            state["state"] = _new_tensors_like(_member(saved, "state"))
 
 
-def _wrapped_alike(saved: Any, state: Mapping[str, Any]) -> Any:
-    """A module's saved state by the names of ``state``, where one of the two was wrapped for data-parallel
-    training, which puts "module." before all names, and the other was not."""
+def _match_wrapper_prefix(saved: Any, state: Mapping[str, Any]) -> Any:
+    """A module's saved state with the names of ``state``: adds or removes the prefix "module." where only one
+    of the two was in DistributedDataParallel or DataParallel."""
     if not isinstance(saved, Mapping) or saved.keys() == state.keys():
         return saved
     if saved.keys() == {_WRAPPER + key for key in state}:
@@ -121,7 +121,7 @@ def _wrapped_alike(saved: Any, state: Mapping[str, Any]) -> Any:
 
 
 def _difference(saved: torch.Tensor, target: torch.Tensor) -> str | None:
-    """Why ``target`` cannot take ``saved``."""
+    """Why ``saved`` cannot be loaded into ``target``; None where it can."""
     if type(target).__name__ == "DTensor":
         return "a DTensor, whose parts lie in several processes: see penstock.checkpoint.dcp.Reader"
     if type(target) not in _PLAIN or target.layout != torch.strided or target.is_quantized:
@@ -139,18 +139,18 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _allocated(saved: Any) -> Any:
+def _new_tensors_like(saved: Any) -> Any:
     """``saved`` with new tensors in place of its own.
 
-    No operator sees a tensor of the file: an open run would count its mapped memory, which cannot leave.
+    No operator may see a tensor of the file: an open run would count its mapped memory, and cannot evict it.
     """
     if isinstance(saved, torch.Tensor):
         alike = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype, device="meta")
         return torch.empty_like(alike, device=saved.device)
     if isinstance(saved, dict):
-        return {key: _allocated(value) for key, value in saved.items()}
+        return {key: _new_tensors_like(value) for key, value in saved.items()}
     if isinstance(saved, list | tuple) and not isinstance(saved, torch.Size):
-        return type(saved)(_allocated(value) for value in saved)
+        return type(saved)(_new_tensors_like(value) for value in saved)
     return saved
 
 
@@ -166,7 +166,7 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def _kind(value: Any) -> str:
-    """Of what sort the outermost value is: the file's and the user's have to agree."""
+    """The kind of the outermost value: the file's and the user's must be equal."""
     if isinstance(value, torch.Tensor):
         return "a tensor"
     if isinstance(value, Mapping | torch.nn.Module | torch.optim.Optimizer):

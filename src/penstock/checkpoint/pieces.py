@@ -1,4 +1,4 @@
-"""The pieces in which a file is read and written, their transfers and buffers, and checksums of tensors."""
+"""Reads and writes of a file in pieces: their transfers and buffers, and the checksums of tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from penstock.storage.transfer import Transfer
 
 PIECE_BYTES = 4 << 20
 DEPTH = 8
-FEW = 4  # transfers in flight, and buffers, while memory is short
-_CANCEL_TIMEOUT_S = 1.0  # the longest wait for what was cancelled on a disk that hangs
+FEW = 4  # transfers in flight, and buffers, inside a memory budget
+_CANCEL_TIMEOUT_S = 1.0  # the longest wait for cancelled transfers on a disk that hangs
 
 
 class Part(NamedTuple):
-    """The bytes [offset, end) of the file, all of the tensor with the index ``entry``."""
+    """The bytes [offset, end) of the file, which belong to the tensor with the index ``entry``."""
 
     entry: int
     offset: int
@@ -46,10 +46,10 @@ class Piece(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def cut(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 4096) -> Iterator[Piece]:
-    """Pieces that cover all tensors, in order. Each begins at a multiple of ``alignment_bytes``.
+def split(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 4096) -> Iterator[Piece]:
+    """Split all tensors into pieces, in order. Each begins at a multiple of ``alignment_bytes``.
 
-    entries       in order of `begin`, without holes
+    entries       in order of `begin`, without gaps
     data_offset   where in the file the first begins
     """
     end_of_file = data_offset + (entries[-1].end if entries else 0)
@@ -70,7 +70,7 @@ def cut(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 4096)
 
 
 class Checksums:
-    """Combines the checksums of parts, added in any order, into those of whole tensors.
+    """Combines checksums of parts, added in any order, into checksums of whole tensors.
 
     Every method may be called from any thread.
     """
@@ -83,7 +83,7 @@ class Checksums:
         self._parts[part.entry].append((part.offset, part.size_bytes, crc))
 
     def of(self, index: int) -> int:
-        """The checksum of a tensor of which all parts were added."""
+        """The checksum of a tensor. All its parts must have been added."""
         total = 0
         for _, size_bytes, crc in sorted(self._parts[index]):
             total = crc32c_combine(total, crc, size_bytes)
@@ -98,7 +98,7 @@ class Checksums:
         ]
 
 
-def carry_out(
+def run_transfers(
     opened: OpenFile,
     transfers: Iterable[Transfer],
     on_done: Callable[[Transfer], None],
@@ -106,17 +106,16 @@ def carry_out(
 ) -> None:
     """Carry out ``transfers`` on ``opened``, with at most ``depth`` in flight.
 
-    depth      None: DEPTH, or FEW while memory is short
-    transfers  taken one by one, each while the previous ones are in flight
-    on_done    called on this thread with each that is over, in the order in which they end. Where none
-               ends for `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and has to raise
+    depth      None: DEPTH, or FEW inside a memory budget
+    transfers  iterated lazily, while earlier ones are in flight
+    on_done    called on this thread with each transfer, in the order in which they end. Where none ends for
+               `TIMEOUT_S`, it is called with one whose error is ETIMEDOUT, and must raise
 
-    When this returns or raises, nothing is in flight: files can be closed and memory be used, whatever
-    happened. Only what a disk that hangs does not give back stays in use until the process ends: its
-    transfer keeps the memory, and the file stays open.
+    When this returns or raises, nothing is in flight: files can be closed and memory reused. A transfer on a
+    disk that hangs is the exception: it keeps its memory, and the file stays open, until the process ends.
     """
     if depth is None:
-        depth = FEW if _short else DEPTH
+        depth = FEW if _few_buffers else DEPTH
     transport = shared_transport()
     over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
     incomplete: set[Transfer] = set()
@@ -135,7 +134,7 @@ def carry_out(
                 hangs = True
                 transfer = copy.copy(late[0])
                 transfer.error_number = errno.ETIMEDOUT
-            else:  # it comes at this moment
+            else:  # it ends at this moment
                 transfer = over.get()
         on_done(transfer)
 
@@ -147,7 +146,7 @@ def carry_out(
             transfer.on_done = transfer_over
             try:
                 transport.submit([transfer])
-            except ValueError:  # nothing has begun
+            except ValueError:  # it was not submitted
                 incomplete.discard(transfer)
                 raise
             in_flight += 1
@@ -164,23 +163,23 @@ def carry_out(
             except queue.Empty:
                 opened.abandon()
                 break
-            except KeyboardInterrupt as error:  # the memory is in use all the same
+            except KeyboardInterrupt as error:  # the memory is still in use
                 interrupted = error
         if interrupted is not None:
             raise interrupted
 
 
 def use_few_buffers() -> Callable[[], None]:
-    """For who keeps a budget of memory, until the call that this gives: few buffers, which do not stay."""
+    """Use few buffers, and free them after use. Returns a function that undoes it. For memory budgets."""
     owner = object()
-    _short.add(owner)
+    _few_buffers.add(owner)
     _spare.clear()
-    return functools.partial(_short.discard, owner)
+    return functools.partial(_few_buffers.discard, owner)
 
 
 class BufferPool:
-    """Buffers of PIECE_BYTES each, allocated when first needed. Up to DEPTH stay for the next pool, unless
-    memory is short.
+    """Buffers of PIECE_BYTES each, allocated when first needed. Up to DEPTH are kept for the next pool, but
+    none inside a memory budget.
 
     most_bytes   of one piece, where that is less: then the buffers are smaller, and are not kept
     pinned       for tensors of a device: page-locked where there is an accelerator, so that copies run at the
@@ -190,7 +189,7 @@ class BufferPool:
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
         self._make = PinnedBuffer if pinned and torch.accelerator.is_available() else AlignedBuffer
-        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _short
+        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _few_buffers
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
     def take(self) -> AlignedBuffer | PinnedBuffer:
@@ -204,7 +203,7 @@ class BufferPool:
 
 
 _spare: deque[AlignedBuffer | PinnedBuffer] = deque(maxlen=DEPTH)
-_short: set[object] = set()
+_few_buffers: set[object] = set()
 
 
 class PinnedBuffer:

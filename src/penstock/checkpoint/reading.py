@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from penstock.checkpoint.failures import cannot_read, error_of, shown
-from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, carry_out, cut
+from penstock.checkpoint.failures import cannot_read, os_error, shown
+from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, run_transfers, split
 from penstock.checkpoint.source import Source
 from penstock.checkpoint.tensors import DTYPES
 from penstock.checkpoint.tree import unflatten
@@ -67,7 +67,7 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
         raise cannot_read(source.path, error) from error
     checksums = Checksums(source.header.entries)
     verify = verify and source.header.written_by_penstock
-    pieces = tuple(cut(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
+    pieces = tuple(split(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
 
     def take(piece: Piece) -> tuple[int, OwnMemory]:
         return memory.address + piece.offset - begin, memory
@@ -131,7 +131,7 @@ def fill(
 
     mapped      the file, to read it through the page cache; None: past it
     on_host     all are wanted in the memory of the CPU: several threads copy. Else one does, so that
-                copies are in order with what the caller's device has been told to do
+                copies are ordered after the work of the caller's streams
     wanted      entries; only they are read, and verified. None for all
     keep_pages  of ``mapped``, which is used further
 
@@ -158,7 +158,7 @@ def fill(
             mapped.release_pages(piece.offset, piece.end)
 
     def pieces() -> Iterator[Piece]:
-        for piece in cut(header.entries, header.data_offset, source.file.alignment_bytes):
+        for piece in split(header.entries, header.data_offset, source.file.alignment_bytes):
             if wanted is not None:
                 piece = piece._replace(parts=tuple(part for part in piece.parts if part.entry in wanted))
             if piece.parts:
@@ -203,7 +203,7 @@ def _read(
 ) -> None:
     """Read every piece past the page cache, and use it while others are read.
 
-    take    gives the address for a piece, and the memory that is there
+    take    returns the address for a piece, and the memory that is there
     use     called with a piece, and the address at which its bytes are
     give    called with its memory afterwards
     """
@@ -216,12 +216,12 @@ def _read(
     def done(transfer: Transfer) -> None:
         piece, memory = cast("tuple[Piece, Any]", transfer.keep)
         if transfer.error_number:
-            error = error_of(transfer.error_number)
+            error = os_error(transfer.error_number)
             raise cannot_read(source.path, error, piece.offset, _names(source, piece))
         use(piece, transfer.address)
         give(memory)
 
-    carry_out(source.opened, map(to_read, pieces), done, depth)
+    run_transfers(source.opened, map(to_read, pieces), done, depth)
 
 
 def _tensors(source: Source, memory: MappedFile | OwnMemory, begin: int) -> list[torch.Tensor]:
@@ -327,7 +327,7 @@ def _release_pages(begin: int, end: int) -> None:
 
 
 def _populate(address: int, begin: int, end: int, advice: int) -> int:
-    """Bring in the pages of [begin, end) from the address on. Gives 0, or an errno."""
+    """Bring in the pages of [begin, end) from the address on. Returns 0, or an errno."""
     low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
     failed = _library.madvise(ctypes.c_void_p(address + low), ctypes.c_size_t(high - low), advice)
     return ctypes.get_errno() if failed else 0

@@ -16,7 +16,7 @@ from penstock.core.files import sync_folder
 from penstock.storage import files
 from penstock.storage.transfer import File
 
-# A system or file system that cannot do a thing says one of these.
+# Errors of operations that a system or file system does not support.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS, errno.ENOTTY)
 
 _SUFFIX = ".penstock"
@@ -89,14 +89,14 @@ class Replacement(files.Closing):
         self._hidden = _hidden(self.path)
         descriptor = os.open(self._hidden, flags | os.O_CREAT | os.O_EXCL, mode)
         _lock(descriptor)
-        if os.fstat(descriptor).st_nlink == 0:  # taken for stale before it was locked
+        if os.fstat(descriptor).st_nlink == 0:  # removed as stale before it was locked
             os.close(descriptor)
             return self._create(there)
         return descriptor
 
 
 def _existing(path: Path) -> os.stat_result | None:
-    """What is at ``path``. Raises OSError where it cannot be replaced by a file."""
+    """Status of the file at ``path``, if any. Raises OSError where it cannot be replaced by a file."""
     try:
         there = os.stat(path)
     except FileNotFoundError:
@@ -169,7 +169,7 @@ def _remove_unlocked(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks: nothing is taken for stale there
+    with contextlib.suppress(OSError):  # a file system without locks: there no file counts as stale
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
@@ -185,7 +185,7 @@ def _allocate(descriptor: int, size_bytes: int) -> None:
 
 
 def _fallocate(descriptor: int, size_bytes: int) -> int:
-    """Give 0, or an errno. Unlike posix_fallocate, which writes to every block where it is not supported."""
+    """Returns 0, or an errno. Unlike posix_fallocate it writes no blocks where it is not supported."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None or size_bytes == 0:
         return 0
@@ -195,7 +195,7 @@ def _fallocate(descriptor: int, size_bytes: int) -> int:
     return 0
 
 
-_freeing: list[threading.Thread] = []  # give back the space of replaced files
+_freeing: list[threading.Thread] = []  # that free the space of replaced files
 
 
 def _keep_allocated(path: Path) -> int:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle
-from penstock.checkpoint.failures import cannot_write, error_of
+from penstock.checkpoint.failures import cannot_write, os_error
 from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, encode
-from penstock.checkpoint.pieces import BufferPool, Checksums, Piece, PinnedBuffer, carry_out, cut
+from penstock.checkpoint.pieces import BufferPool, Checksums, Piece, PinnedBuffer, run_transfers, split
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.source import PathLike, path_of
@@ -69,7 +69,7 @@ def save(
                for that, no longer than the group's time-out. None: every process that calls this writes,
                and waits for nobody
 
-    Gives a SaveHandle where ``wait`` is False. Raises InvalidArgument, with the place in ``state``, for
+    Returns a SaveHandle where ``wait`` is False. Raises InvalidArgument, with the place in ``state``, for
     what cannot be saved, and CheckpointError where the file cannot be written.
     """
     if group is not None and not wait:
@@ -195,7 +195,7 @@ def _write_through(contents: _Contents, replacement: Replacement) -> None:
     pool = BufferPool(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
 
     def gathered() -> Iterator[_Gathered]:
-        for piece in cut(contents.entries, contents.header_bytes):
+        for piece in split(contents.entries, contents.header_bytes):
             buffer = pool.take()
             _gather(contents, piece, buffer.address, checksums)
             yield piece, buffer.address, buffer
@@ -205,7 +205,7 @@ def _write_through(contents: _Contents, replacement: Replacement) -> None:
 
 @contextlib.contextmanager
 def _snapshot(contents: _Contents) -> Iterator[Callable[[Replacement], None]]:
-    """Copies the tensors as they are now, as they will lie in the file. Gives what writes the copy. That is
+    """Copies the tensors as they are now, as they will lie in the file. Returns what writes the copy. That is
     freed at the end: others may hold the function as long as its error.
 
     Raises OSError where there is not enough memory.
@@ -213,9 +213,9 @@ def _snapshot(contents: _Contents) -> Iterator[Callable[[Replacement], None]]:
     buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
     begin, checksums = contents.header_bytes, Checksums(contents.entries)
     gathered: list[_Gathered] = [
-        (piece, buffer.address + piece.offset - begin, buffer) for piece in cut(contents.entries, begin)
+        (piece, buffer.address + piece.offset - begin, buffer) for piece in split(contents.entries, begin)
     ]
-    # From a device in order, so that copies come after what the caller's streams have been told to do.
+    # From a device in order, so that copies come after the work of the caller's streams.
     run = in_parallel if contents.on_host else in_order
     run(lambda each: _gather(contents, each[0], each[1], checksums), gathered)
     del buffer
@@ -257,12 +257,12 @@ def _write(
 
     def done(transfer: Transfer) -> None:
         if transfer.error_number:
-            error = error_of(transfer.error_number)
+            error = os_error(transfer.error_number)
             raise cannot_write(replacement.path, error, size_bytes, transfer.offset)
         if transfer.offset:  # not the header
             release(transfer.keep)
 
-    carry_out(replacement.opened, transfers(), done)
+    run_transfers(replacement.opened, transfers(), done)
     try:
         replacement.commit(size_bytes)
     except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint.failures import cannot_read, error_of
+from penstock.checkpoint.failures import cannot_read, os_error
 from penstock.checkpoint.header import Header, decode, header_bytes
 from penstock.errors import InvalidArgument, InvalidCheckpoint
 from penstock.storage import files
@@ -46,7 +46,7 @@ def _open_regular(path: Path) -> int:
         os.set_blocking(descriptor, True)
         return descriptor
     os.close(descriptor)
-    raise error_of(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
+    raise os_error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
 
 
 class Source(files.Closing):
@@ -102,7 +102,7 @@ class Source(files.Closing):
             while len(data) < size_bytes:
                 more = os.pread(self.file.buffered, size_bytes - len(data), offset + len(data))
                 if not more:
-                    raise error_of(errno.EIO)  # the file became shorter
+                    raise os_error(errno.EIO)  # the file became shorter
                 data += more
         except OSError as error:
             raise cannot_read(self.path, error, offset + len(data)) from error

@@ -266,7 +266,7 @@ def _stored(name: str, data: torch.Tensor, place: str) -> Stored:
 
 
 def _complete(uses: Sequence[_Use], entry: Stored) -> None:
-    """Name the entry in the nodes, and tell tensors apart that look the same and are not one object."""
+    """Name the entry in the nodes, and number equal views that are different tensor objects."""
     seen: dict[str, int] = {}
     for use in uses:
         use.node[next(iter(use.node))] = entry.name

@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint.failures import cannot_read
 from penstock.checkpoint.source import Source
-from penstock.errors import DeviceUnavailable, InvalidCheckpoint
+from penstock.errors import CheckpointError, DeviceUnavailable, InvalidCheckpoint
 from penstock.storage.threads import in_parallel
 
 _PIECE_BYTES = 1 << 20
@@ -43,7 +43,19 @@ def load(source: Source, map_location: Any = None, mmap: bool | None = None) -> 
                 f"{source.path} has tensors of a device that this machine does not have: load with "
                 f"map_location='cpu' ({_first_sentence(text)})"
             ) from error
+        if _is_other_zip(source):
+            raise InvalidCheckpoint(
+                f"{source.path} is not a checkpoint: it is a zip file, and torch.save did not write it. Give "
+                "a file of penstock.save, torch.save or safetensors."
+            ) from error
         raise InvalidCheckpoint(f"{source.path} cannot be loaded: {_why(text, type(error))}") from error
+
+
+def _is_other_zip(source: Source) -> bool:
+    """Whether it is a whole zip file without what each of torch.save has, such as a file of numpy.savez."""
+    with contextlib.suppress(CheckpointError, InvalidCheckpoint), _members(source) as members:
+        return not any(re.search(r"(^|/)(data\.pkl|constants\.pkl)$", name) for name in members.namelist())
+    return False
 
 
 def has_checksums(source: Source) -> bool:

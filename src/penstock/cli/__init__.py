@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         output.require_writable(getattr(options, "output", None))
         answer = options.command(options)
-        with output.readers_may_leave():
+        with output.broken_pipe_ignored():
             output.show(answer, as_json=options.json)
     except (BudgetTooSmall, SpillSpaceFull) as error:
         output.show_error(error, as_json=options.json)

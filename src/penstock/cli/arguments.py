@@ -1,4 +1,4 @@
-"""What can be typed: the commands and their options, all in one table."""
+"""The command line: all commands and their options."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ batches is an iterable, and loss(model, batch) the scalar to minimise:
       optimizer = torch.optim.AdamW(model.parameters())
       batches = [torch.randn(64, 1024) for _ in range(100)]
       return model, optimizer, batches, lambda model, batch: model(batch).square().mean()
+
+The script is imported, so put its own training under `if __name__ == "__main__":`.
 """
 
 RUN = run_options()
@@ -136,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     _spill_dir(probe, "measure", remote=True)
     _options(probe, RUN, "device", default="cpu")
     _time_limit(probe, 10.0)
-    _written(probe, "hardware.json")
+    _output_option(probe, "hardware.json")
 
     doctor = _command(
         names, "doctor", "doctor.doctor", "say what works on this machine, what costs something, and why"
@@ -147,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     _spill_dir(paths, "use")
     _options(paths, RUN, "page_cache_budget")
     _options(paths, RUN, "costs")
-    _options(paths, RUN, "device", says="whose runs use --io-costs: ", default="cpu")
+    _options(paths, RUN, "device", prefix="whose runs use --io-costs: ", default="cpu")
     _time_limit(paths, 5.0)
 
     trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
@@ -155,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     _add(trace, "--real", "run the step and time it, instead of estimating without memory", "bool")
     where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
     _add(trace, "--device", where, choices=("cpu", *DATA_SHEETS))
-    _written(trace, "trace.json.gz")
+    _output_option(trace, "trace.json.gz")
 
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
     step = "file that `penstock trace` wrote; with --micro-batch a SCRIPT.py:build"
@@ -170,14 +172,14 @@ def parser() -> argparse.ArgumentParser:
     shown = plan.add_argument_group(OUTPUT)
     _add(shown, "--compare-policies", "show the plan of every policy", "bool")
     _add(shown, "--compare-budgets", "show what other device budgets bring", "bool")
-    _written(shown, "plan.json")
+    _output_option(shown, "plan.json")
 
     simulate = _command(names, "simulate", "planning.simulate", "check a plan, and replay it event by event")
     _add(simulate, "trace", "file that `penstock trace` wrote", "Path", metavar="TRACE")
     _add(simulate, "plan", "file that `penstock plan` wrote", "Path", metavar="PLAN")
     _options(simulate, RUN, "hardware", required=True)
     _chrome_trace(simulate)
-    _written(simulate, "timeline.json.gz")
+    _output_option(simulate, "timeline.json.gz")
 
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
     _add(run, "script", "see below", metavar="SCRIPT.py:build")
@@ -192,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     _options(run.add_argument_group(PLANNING), RUN, "plan", *options_of(PlanOptions))
     _options(run.add_argument_group("batches"), RUN, *options_of(BatchOptions))
     _options(run.add_argument_group("I/O between memory and disk"), RUN, *options_of(IoOptions))
-    _written(run.add_argument_group(OUTPUT), "penstock-run", "FOLDER")
+    _output_option(run.add_argument_group(OUTPUT), "penstock-run", "FOLDER")
 
     _finetune(names)
     _report(names)
@@ -225,7 +227,7 @@ def _finetune(names: Commands) -> None:
     written = tune.add_argument_group(OUTPUT)
     _add(written, "--save-steps", "between checkpoints", "Steps", 100)
     _add(written, "--resume", "fail where FOLDER holds nothing to go on with", "bool")
-    _written(written, "penstock-finetune", "FOLDER")
+    _output_option(written, "penstock-finetune", "FOLDER")
 
 
 def _report(names: Commands) -> None:
@@ -299,7 +301,7 @@ def _samples(names: Commands) -> None:
 
     for command in (info, bench):
         _add(command, "--batch", "samples in a batch", "Samples", 64)
-    _add(info, "--cache", "of the sample cache, to tell the mixing for", "Size,...", ",".join(CACHES))
+    _add(info, "--cache", "of the sample cache, to compute the mixing for", "Size,...", ",".join(CACHES))
     _add(bench, "--cache", "of the sample cache", "Size", "256MiB")
     _add(bench, "--io", "how the store is read", default="auto", choices=("auto", "buffered", "direct"))
     _add(bench, "--cold", "drop the store from the page cache each time", "bool")
@@ -338,14 +340,14 @@ def _pack(names: Commands) -> None:
 
 
 def _carry_out(name: str, options: argparse.Namespace) -> Answer:
-    """By a function of a module of `penstock.cli`, imported only now: not to ask for help."""
+    """Run the command ``MODULE.FUNCTION`` of `penstock.cli`, imported only now: --help needs no imports."""
     module, _, function = name.partition(".")
     answer: Answer = getattr(import_module(f"penstock.cli.{module}"), function)(options)
     return answer
 
 
 def _commands(parser: argparse.ArgumentParser) -> Commands:
-    """Of two words, where the parser is not the first one. Without a command, the help is shown."""
+    """The (sub)commands of a parser, which shows its help where none is given."""
     parser.set_defaults(command=None, print_help=parser.print_help)
     return parser.add_subparsers(title="commands", metavar="COMMAND")
 
@@ -369,23 +371,23 @@ def _command(
     return parser
 
 
-def _add(parser: Parser, name: str, says: str, kind: str = "str", default: Any = None, **more: Any) -> None:
-    """An argument, or an option that says its default. What is a bool is off where it is not typed."""
-    said = says if default is None else f"{says}; default: %(default)s"
-    _argument(parser, name, kind, help=said, default=default, **more)
+def _add(parser: Parser, name: str, text: str, kind: str = "str", default: Any = None, **more: Any) -> None:
+    """Add an argument, or an option with its default in the help. A bool is off by default."""
+    help_text = text if default is None else f"{text}; default: %(default)s"
+    _argument(parser, name, kind, help=help_text, default=default, **more)
 
 
 def _options(
-    parser: Parser, known: Mapping[str, Option], *names: str, says: str = "", kind: str = "", **changes: Any
+    parser: Parser, known: Mapping[str, Option], *names: str, prefix: str = "", kind: str = "", **changes: Any
 ) -> None:
-    """Options as they stand in `penstock.options`, but for what is changed. ``says`` precedes their help."""
+    """Add options of `penstock.options`, with ``changes``. ``prefix`` precedes their help."""
     for name in names:
         option = known[name]
         default = changes.get("default", option.default)
         typed_default = default not in (None, False) and (option.kind == "bool" or "default" in changes)
         meaning = "%(default)s" if typed_default else "" if "required" in changes else option.meaning
-        said = says + option.text.replace("%", "%%") + (f"; default: {meaning}" if meaning else "")
-        given = {"dest": name, "default": default, "help": said} | changes
+        help_text = prefix + option.text.replace("%", "%%") + (f"; default: {meaning}" if meaning else "")
+        given = {"dest": name, "default": default, "help": help_text} | changes
         _argument(parser, f"--{option.flag}", kind or option.kind, **given)
 
 
@@ -401,7 +403,7 @@ def _argument(parser: Parser, name: str, kind: str, **given: Any) -> None:
             given["metavar"] = kind.upper()
             given["help"] = f"{given['help']}; {', '.join(allowed)}"
     else:
-        given["type"] = partial(_typed, kind)
+        given["type"] = partial(_parse, kind)
         if name.startswith("--") and "choices" not in given:
             given.setdefault("metavar", _metavar(kind))
     parser.add_argument(*(["-o"] if name == "--output" else []), name, **given)
@@ -416,35 +418,35 @@ def _spill_dir(parser: Parser, purpose: str, *, remote: bool = False) -> None:
 
 
 def _planning(parser: argparse.ArgumentParser) -> Parser:
-    """What a plan may do."""
+    """The options of what a plan may do."""
     group = parser.add_argument_group(PLANNING)
     _options(group, RUN, "policy", "recompute", "compress")
     return group
 
 
 def _time_limit(parser: Parser, default_s: float) -> None:
-    says = "time to take, about; a plan is the best that was found by then"
-    _add(parser, "--time-limit", says, "Seconds", default_s)
+    text = "time to take, about; a plan is the best that was found by then"
+    _add(parser, "--time-limit", text, "Seconds", default_s)
 
 
 def _chrome_trace(parser: Parser, more: str = "") -> None:
-    says = f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz"
-    _add(parser, "--chrome-trace", says, "Path")
+    text = f"write the timeline for Perfetto and chrome://tracing, too{more}: .json or .json.gz"
+    _add(parser, "--chrome-trace", text, "Path")
 
 
-def _written(parser: Parser, default: str, metavar: str = "FILE") -> None:
+def _output_option(parser: Parser, default: str, metavar: str = "FILE") -> None:
     _add(parser, "--output", "what is written", "Path", Path(default), metavar=metavar)
 
 
-# -- what is typed for an option. What cannot be is said as argparse says it ---------------------------
+# -- parsing of values: errors are those of argparse ------------------------------------------------------
 
 
-def _typed(kind: str, text: str) -> Any:
-    """What is typed for a kind of `penstock.options` or of READS; for "KIND,..." for several of them."""
+def _parse(kind: str, text: str) -> Any:
+    """Parse a value of a kind of PARSERS or `penstock.options`; "KIND,..." is a list of them."""
     if kind.endswith(",..."):
-        return [_typed(kind.removesuffix(",..."), part) for part in text.split(",")]
+        return [_parse(kind.removesuffix(",..."), part) for part in text.split(",")]
     try:
-        return READS[kind](text) if kind in READS else read(kind, text)
+        return PARSERS[kind](text) if kind in PARSERS else read(kind, text)
     except ValueError as error:  # an InvalidArgument or InvalidSize
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -468,7 +470,7 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-READS: dict[str, Callable[[str], Any]] = {
+PARSERS: dict[str, Callable[[str], Any]] = {
     "Rate": _rate,
     "Seconds": partial(fraction, what="number of seconds"),
     "Steps": partial(whole_number, what="number of steps", least=1),

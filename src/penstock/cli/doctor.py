@@ -1,4 +1,4 @@
-"""The command that looks at the machine. Returns an Answer; nothing is printed here.
+"""The command that checks the machine. Returns an Answer; nothing is printed here.
 
 It works without torch and without the compiled module: nothing else is imported with it.
 """
@@ -14,7 +14,7 @@ from penstock.cli.output import DONE, ERROR, Answer, Table, printable
 
 
 def doctor(options: Namespace) -> Answer:
-    logging.getLogger("penstock").addHandler(logging.NullHandler())  # the page has what it would warn of
+    logging.getLogger("penstock").addHandler(logging.NullHandler())  # the findings have its warnings
     findings = examine(options.spill_dir or [])
     works = usable(findings)
     rows = [row for finding in findings for row in _rows(finding)]

@@ -12,7 +12,7 @@ import numpy as np
 
 import penstock
 from penstock.capture.probe import device_name, wait_for
-from penstock.cli.output import Answer, Table, own_files, writing
+from penstock.cli.output import Answer, Table, user_file_errors, writing
 from penstock.core.hardware import LINKS
 from penstock.options import IoOptions
 from penstock.runtime.resident import default_spill_dir
@@ -55,7 +55,7 @@ SIZES_BYTES = tuple(4**power << 16 for power in range(6))  # 64 KiB to 64 MiB
 def io_paths(options: Namespace) -> Answer:
     directories = options.spill_dir or [Path(default_spill_dir())]
     with (
-        own_files(),
+        user_file_errors(),
         SpillSpace(
             directories,
             IoOptions(page_cache_budget=options.page_cache_budget, costs=options.costs, reexplore=0.5),

@@ -1,6 +1,6 @@
-"""The files that the user names, what commands answer, and how it is printed: as text, or one JSON object.
+"""Files that the user names, results of commands, and their output: as text, or as one JSON object.
 
-How far a long command is stands on standard error: a bar on a terminal, now and then a line elsewhere.
+Long commands report progress on standard error: by a bar on a terminal, otherwise by a line now and then.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ DONE, ERROR, INFEASIBLE, INTERRUPTED = 0, 1, 3, 130  # argparse has 2, for what 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under column titles; without titles, names and what they stand for.
+    """Rows of text under column titles; without titles, pairs of a name and a value.
 
-    chosen   index of the row to bring out
-    notes    lines below
+    chosen   index of the row to emphasize
+    notes    lines below the table
     """
 
     columns: tuple[str, ...]
@@ -54,11 +54,11 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command found out.
+    """The result of a command.
 
-    values    for programs: goes into the JSON object
+    values    for programs: fields of the JSON object
     shown     for people: texts, lines and tables, in order
-    written   files, or URLs, named at the end
+    written   files, or URLs, that were written: named at the end
     """
 
     values: dict[str, Any]
@@ -96,10 +96,10 @@ def show_error(error: PenstockError, *, as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def own_files(path: Path | None = None) -> Iterator[None]:
-    """Files the user named that cannot be read or written: an error for people, not a traceback.
+def user_file_errors(path: Path | None = None) -> Iterator[None]:
+    """Turn an OSError of a file that the user named into a PenstockError, which prints without a traceback.
 
-    path   the one that is named; otherwise the one of the error
+    path   the file; None: that of the error
     """
     try:
         yield
@@ -111,7 +111,7 @@ def own_files(path: Path | None = None) -> Iterator[None]:
 
 
 def require_writable(path: Path | None) -> None:
-    """Before the work whose result is written there. Raises PenstockError."""
+    """Check that a file can be written, before the work for it. Raises PenstockError."""
     if path is None:
         return
     there = path if path.is_dir() else next(folder for folder in path.absolute().parents if folder.is_dir())
@@ -122,29 +122,29 @@ def require_writable(path: Path | None) -> None:
 
 
 def load(kind: type[Value], path: Path) -> Value:
-    """The ``kind`` that a file holds. Raises PenstockError where it cannot be read."""
+    """Load a value of this type from a file. Raises PenstockError where it cannot be read."""
     from penstock.core import files
 
-    with own_files():
+    with user_file_errors():
         return files.load(kind, path)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes a file that the user named: its folder is made where missing."""
-    with own_files(path):
+    """A context to write a file that the user named. Makes its folder where missing."""
+    with user_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
 
 
 @contextlib.contextmanager
-def readers_may_leave() -> Iterator[None]:
-    """A reader that closes standard output, as ``head`` does, has seen enough: no error."""
+def broken_pipe_ignored() -> Iterator[None]:
+    """End silently where the reader closes standard output, as ``head`` does."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more at its end.
+        # The interpreter flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -173,7 +173,7 @@ def _rich_table(table: Table) -> Any:
 
 
 def _print_whole(console: Console, drawn: Any) -> None:
-    """As wide as it needs to be: in a narrow window its lines wrap, and nothing is cut."""
+    """Print at full width: in a narrow window lines wrap, and nothing is cut."""
     width = console.width
     console.width = max(width, console.measure(drawn, options=console.options.update(width=10_000)).maximum)
     console.print(drawn)
@@ -181,7 +181,7 @@ def _print_whole(console: Console, drawn: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Text that others chose, such as a name: without control characters and halves of characters."""
+    """Untrusted text, such as a name, with control characters and undecodable bytes escaped."""
     if text.isprintable():
         return text
     text = _UNDECODED.sub(
@@ -195,23 +195,23 @@ def printable(text: str) -> str:
 
 LINE_S = 10.0  # between lines
 
-Say = Callable[[], str]
+MakeText = Callable[[], str]
 
 
 @contextlib.contextmanager
-def progress(first: str = "") -> Iterator[Callable[[float, float | None, Say], None]]:
-    """A function to call with what is done, all there is (None where that is not known), and what says more.
+def progress(first: str = "") -> Iterator[Callable[[float, float | None, MakeText], None]]:
+    """A function to call with the amount done, the total (None: unknown), and a function that makes the text.
 
-    first   what is said until then
+    first   text until the first call
     """
     if not sys.stderr.isatty():
         next_s = time.monotonic() + LINE_S
 
-        def line(done: float, total: float | None, say: Say) -> None:
+        def line(done: float, total: float | None, make_text: MakeText) -> None:
             nonlocal next_s
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + LINE_S
-                print(say(), file=sys.stderr, flush=True)
+                print(make_text(), file=sys.stderr, flush=True)
 
         yield line
         return
@@ -226,23 +226,23 @@ def progress(first: str = "") -> Iterator[Callable[[float, float | None, Say], N
     task = bar.add_task("", total=None)
     begun = False
 
-    def show(done: float, total: float | None, say: Say) -> None:
+    def show(done: float, total: float | None, make_text: MakeText) -> None:
         nonlocal begun
-        if not begun:  # what an earlier run has done says nothing about the speed of this one
+        if not begun:  # what an earlier run has done must not count for the speed
             begun = True
             bar.reset(task, completed=done, total=total)
         bar.update(task, completed=done)
-        below.plain = say()
+        below.plain = make_text()
 
     with Live(Group(bar, below), console=console):
         yield show
 
 
 @contextlib.contextmanager
-def steps_progress(first: str, total: int | None) -> Iterator[Callable[[int, float, Say], None]]:
-    """A function to call after each step: with the steps so far, the loss, and what says how the run goes.
+def steps_progress(first: str, total: int | None) -> Iterator[Callable[[int, float, MakeText], None]]:
+    """A function to call after each step: with the steps so far, the loss, and a function that makes a text.
 
-    total   steps there are, None where that is not known
+    total   number of steps; None: unknown
     """
     of = "" if total is None else f" of {total}"
     with progress(first) as show:
@@ -255,10 +255,10 @@ def steps_progress(first: str, total: int | None) -> Iterator[Callable[[int, flo
 def samples_progress(
     doing: str, samples: int | None, size_bytes: int | None, *, quiet: bool
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A function to call with the samples and bytes so far; None where nothing is to be shown.
+    """A function to call with the samples and bytes so far; None where ``quiet``.
 
     doing                 such as "packed"
-    samples, size_bytes   all there are, None where that is not known
+    samples, size_bytes   totals; None: unknown
     """
     of = "" if samples is None else f" of {samples:,}"
     with bytes_progress(doing, quiet=quiet) as show:
@@ -278,9 +278,9 @@ def samples_progress(
 
 @contextlib.contextmanager
 def bytes_progress(doing: str, *, quiet: bool) -> Iterator[Callable[..., None] | None]:
-    """A function to call with the bytes so far, and all there are; None where nothing is to be shown.
+    """A function to call with the bytes so far, and their total; None where ``quiet``.
 
-    It may be given, too, what is done where that is not counted in bytes, and what to say before the bytes.
+    It also takes the amount done, where the total is not in bytes, and a text to put before the bytes.
     """
     if quiet:
         yield None
@@ -292,7 +292,7 @@ def bytes_progress(doing: str, *, quiet: bool) -> Iterator[Callable[..., None] |
             nonlocal begun
             begun = begun or (bytes_done, time.monotonic())
             rate = (bytes_done - begun[0]) / max(time.monotonic() - begun[1], 1e-3)
-            said = f"{doing} {more}{format_bytes(bytes_done)}, {format_rate(rate)}"
-            show(bytes_done if done is None else done, total, lambda: said)
+            text = f"{doing} {more}{format_bytes(bytes_done)}, {format_rate(rate)}"
+            show(bytes_done if done is None else done, total, lambda: text)
 
         yield moved

@@ -16,9 +16,9 @@ from penstock.cli.output import (
     Lines,
     Table,
     bytes_progress,
-    own_files,
     printable,
     samples_progress,
+    user_file_errors,
 )
 from penstock.samples import inspection, unpacking, verification
 from penstock.samples.catalog import Directory, Names
@@ -263,7 +263,7 @@ def verify(options: Namespace) -> Answer:
 
 
 def _manifests(path: PathLike) -> list[StoreManifest]:
-    with own_files():
+    with user_file_errors():
         return [place.manifest() for place in places_of(path)]
 
 

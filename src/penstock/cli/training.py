@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 import penstock
-from penstock.cli.output import DONE, INTERRUPTED, Answer, own_files, steps_progress, writing
+from penstock.cli.output import DONE, INTERRUPTED, Answer, steps_progress, user_file_errors, writing
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
@@ -167,7 +167,7 @@ def trace(options: Namespace) -> Answer:
 
 
 def run(options: Namespace) -> Answer:
-    with own_files():
+    with user_file_errors():
         hardware = Hardware.load(options.hardware) if options.hardware else None
         plan = Plan.load(options.plan) if options.plan else None
     build = load_script(options.script)
@@ -188,7 +188,7 @@ def run(options: Namespace) -> Answer:
         if not losses:
             raise InvalidArgument("batches is empty: give at least one batch")
         record = Record.of(offload)
-        with own_files(options.output):
+        with user_file_errors(options.output):
             written = record.save(options.output)
     shown = [str(record.report), f"  loss {losses[0]:.4f} -> {losses[-1]:.4f}"]
     if options.steps is not None and len(losses) < options.steps and not interrupted:
@@ -281,7 +281,7 @@ def state_line(offload: Offload, step_s: float) -> str:
 def new_folder(path: Path) -> Iterator[None]:
     """Make the folder now, so that a run does not fail at its end; undo it where the run fails."""
     missing = list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
-    with own_files():
+    with user_file_errors():
         path.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -303,7 +303,7 @@ def finetune(options: Namespace) -> Answer:
     lora = LoraOptions(**{name: typed[f"lora_{name}"] for name in options_of(LoraOptions)})
     given = {name: typed[name] for name in options_of(FineTuneOptions)}
     settings = FineTuneOptions(**given | {"lora": lora if options.lora else None})
-    with own_files(), new_folder(options.output):
+    with user_file_errors(), new_folder(options.output):
         tuning = FineTuning(settings, options.output, resume=options.resume)
         if tuning.is_finished:
             return _finished(tuning)

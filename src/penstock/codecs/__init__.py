@@ -1,6 +1,6 @@
-"""Codecs: tensors in fewer bytes while they are away.
+"""Codecs: compress tensors while they are evicted.
 
-`CODECS` is the table. A lossless codec gives the same bits back, of every dtype and every bit pattern. A
+`CODECS` is the table. A lossless codec restores the same bits, of every dtype and every bit pattern. A
 lossy one is used only where the user names it.
 
 New codecs: a file here with an encoder and a decoder, and a row in the table.
@@ -25,10 +25,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Codec:
     """One way to store a tensor.
 
-    lossless      what comes back has the same bits
-    elements      of a tensor, in one dimension, as the codec takes them
-    encode        elements to packed bytes, a uint8 tensor of one dimension on the same device
-    decode_into   of (packed, elements): fill the elements. False: ``packed`` is of no such elements
+    lossless      decoding restores the same bits
+    elements      called with a tensor: its elements, in one dimension, as the codec takes them
+    encode        called with elements: packed bytes, a uint8 tensor of one dimension on the same device
+    decode_into   called with (packed, elements): fill the elements. False: ``packed`` does not match them
     """
 
     lossless: bool
@@ -50,8 +50,7 @@ def _floats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in one dimension: a view where they fill a piece of memory, as those of a channels-last
-    tensor do, else of a copy."""
+    """The elements in one dimension: a view where the tensor is dense, also in channels-last; else a copy."""
     by_stride = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not by_stride.is_contiguous():
         tensor = torch.empty_like(tensor).copy_(tensor)
@@ -72,7 +71,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 
 def encode(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes by a codec: a uint8 tensor of one dimension, on the tensor's device.
+    """Compress a tensor: a uint8 tensor of one dimension, on the tensor's device.
 
     name     a key of `CODECS`
     tensor   dense; for a lossy codec float32
@@ -84,9 +83,9 @@ def encode(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def decode(name: str, packed: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """What `encode` was given, as a new tensor with the shape, strides and dtype of ``like``.
+    """The reverse of `encode`: a new tensor with the shape, strides and dtype of ``like``.
 
-    packed   what `encode` gave: uint8, one dimension
+    packed   what `encode` returned: uint8, one dimension
     like     its values are not read; it may be on the device "meta"
 
     Raises InvalidArgument, and InvalidFile where ``packed`` is damaged or of another tensor.

@@ -39,7 +39,7 @@ def encode(elements: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_density(address: int, size_bytes: int, itemsize: int) -> float:
-    """About which fraction of the elements at a place in memory is not zero."""
+    """Estimate the fraction of elements that are not zero, from samples of memory."""
     itemsize = min(itemsize, 8)
     elements = size_bytes // itemsize
     sample = min(SAMPLE_ELEMENTS, elements // SAMPLES)
@@ -53,13 +53,13 @@ def sampled_density(address: int, size_bytes: int, itemsize: int) -> float:
 
 
 def packed_bytes(elements: torch.Tensor) -> int:
-    """That `encode` makes of these integers."""
+    """Size of what `encode` returns for these integers."""
     kept = sum(int(torch.count_nonzero(piece)) for piece in elements.split(PIECE_ELEMENTS))
     return int(_native.bitmask_head_bytes(elements.numel()) + kept * elements.element_size())
 
 
 def decode_into(packed: torch.Tensor, elements: torch.Tensor) -> bool:
-    """Fill the elements. False: ``packed`` is of no such elements."""
+    """Fill the elements. False: ``packed`` does not match them."""
     if packed.device.type != "cpu":
         return decode_by_operators(packed, elements)
     count, itemsize = elements.numel(), elements.element_size()
@@ -92,7 +92,7 @@ def encode_by_operators(elements: torch.Tensor) -> torch.Tensor:
 
 
 def decode_by_operators(packed: torch.Tensor, elements: torch.Tensor) -> bool:
-    """Fill the elements. False: ``packed`` is of no such elements."""
+    """Fill the elements. False: ``packed`` does not match them."""
     count, device, itemsize = elements.numel(), packed.device, elements.element_size()
     starts_bytes = (-(-count // ROW_ELEMENTS) + 1) * 4
     head_bytes = starts_bytes + -(-count // 8)
@@ -118,7 +118,7 @@ def decode_by_operators(packed: torch.Tensor, elements: torch.Tensor) -> bool:
 
 
 def _starts(counts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """How many are kept before each row, and in all: as bytes they are those of unsigned integers."""
+    """Numbers of kept elements before each row, and in all. Their bytes are those of unsigned integers."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return torch.cat([zero, torch.cat([zero[:0], *counts]).cumsum(0)]).to(torch.int32)
 

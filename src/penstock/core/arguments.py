@@ -1,4 +1,4 @@
-"""Arguments of another type than wanted, such as a path for what is in its file."""
+"""Checks of argument types: such as a path, given where its content is wanted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _WANTED: dict[str, tuple[type, str]] = {
 }
 
 
-def require_kinds(**given: object) -> None:
-    """Raises InvalidArgument unless what is given of ``trace``, ``hardware`` and ``plan`` is such."""
+def require_types(**given: object) -> None:
+    """Raises InvalidArgument unless ``trace``, ``hardware`` and ``plan``, where given, have their types."""
     for name, value in given.items():
         kind, remedy = _WANTED[name]
         if not isinstance(value, kind):

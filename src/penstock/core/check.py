@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from penstock.core.arguments import require_kinds
+from penstock.core.arguments import require_types
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import (
     EVERY,
@@ -36,7 +36,7 @@ def check(trace: Trace, plan: Plan, hardware: Hardware) -> list[str]:
     Entries that are invalid by themselves are excluded from the memory totals. Under a budget that does
     not hold everything, what no kernel reads again is taken to have left (see `Trace.released`).
     """
-    require_kinds(trace=trace, plan=plan, hardware=hardware)
+    require_types(trace=trace, plan=plan, hardware=hardware)
     trace = within_budget(trace, plan.device_budget_bytes, plan.lossy)
     periods: dict[int, list[InactivePeriod]] = {}
     for period in trace.inactive_periods:

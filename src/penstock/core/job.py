@@ -1,15 +1,14 @@
-"""What the processes of a job know of it from torchrun."""
+"""The restart of a job, from torchrun's environment variables."""
 
 from __future__ import annotations
 
 import os
 
 
-def attempt() -> str:
-    """Names what is this start of the job's in a key-value store that earlier starts wrote to as well.
+def restart_id() -> str:
+    """A prefix of keys in a key-value store that outlives restarts: torchrun's restart count.
 
-    torchrun counts restarts on each machine by itself: where there are several, the counts can differ, and
-    no name is made of them.
+    Each machine counts its own restarts, and the counts can differ. So it is "0" where there are several.
     """
     machines = os.environ.get("GROUP_WORLD_SIZE", "1")
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if machines == "1" else "0"

@@ -1,4 +1,4 @@
-"""Small tables for notebooks."""
+"""HTML tables for notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), title: str = "") -> str:
-    """A table as HTML. All that is given is text: nothing in it is markup."""
+    """A table as HTML. Every argument is plain text, and is escaped."""
     lines = [f"<p>{html_text(title)}</p>"] if title else []
     lines.append("<table>")
     if head:
@@ -21,5 +21,5 @@ def html_row(cells: Sequence[str], tag: str = "td") -> str:
 
 
 def html_text(text: str) -> str:
-    """Text as HTML. Names can hold bytes that are no text: browsers get no halves of characters."""
+    """Escape text. Lone surrogates, which names that are not UTF-8 have, become backslash escapes."""
     return html.escape(text.encode("utf-8", "backslashreplace").decode())

@@ -75,7 +75,7 @@ class Trace(files.Saved):
 
     Captured traces number tensors in the order in which kernels first touch them: for each kernel, the
     storages of its arguments in order, then those of its results. Tensors that no kernel touches come
-    last. A run that numbers storages as it meets them follows a plan by these numbers.
+    last. A run numbers storages in the same way, and follows a plan by these numbers.
 
     Kernels
         kernel_name             [K] names

@@ -56,14 +56,14 @@ def _lengths(trace: Trace) -> None:
 def _numbers(trace: Trace) -> None:
     """Sizes are whole and times are finite; neither is negative or absurd."""
     for name in ("tensor_bytes", "kernel_workspace_bytes"):
-        _within(trace, name, "bytes", 0, MOST_BYTES, whole=True)
-    _within(trace, "kernel_time_s", "s", 0.0, MOST_S)
-    _within(trace, "kernel_phase", "", 0, len(PHASES) - 1, whole=True)
-    _within(trace, "tensor_kind", "", 0, len(KINDS) - 1, whole=True)
+        _in_range(trace, name, "bytes", 0, MOST_BYTES, whole=True)
+    _in_range(trace, "kernel_time_s", "s", 0.0, MOST_S)
+    _in_range(trace, "kernel_phase", "", 0, len(PHASES) - 1, whole=True)
+    _in_range(trace, "tensor_kind", "", 0, len(KINDS) - 1, whole=True)
     if len(trace.tensor_density):
-        _within(trace, "tensor_density", "", 0.0, 1.0)
+        _in_range(trace, "tensor_density", "", 0.0, 1.0)
     if len(trace.tensor_itemsize):
-        _within(trace, "tensor_itemsize", "bytes", 1, 1024, whole=True)
+        _in_range(trace, "tensor_itemsize", "bytes", 1, 1024, whole=True)
     if trace.lossy not in ("", *LOSSY) or bool(trace.lossy) != bool(len(trace.tensor_stashed)):
         raise InvalidArgument(f"lossy is {trace.lossy!r}: make it with Trace.with_lossy")
     everything = int(trace.tensor_bytes.sum())
@@ -78,7 +78,7 @@ def _numbers(trace: Trace) -> None:
                 )
 
 
-def _within(trace: Trace, name: str, unit: str, least: float, most: float, whole: bool = False) -> None:
+def _in_range(trace: Trace, name: str, unit: str, least: float, most: float, whole: bool = False) -> None:
     values: Any = getattr(trace, name)
     if whole and values.dtype.kind not in "iu":
         raise InvalidArgument(f"{name} holds {values.dtype} numbers: they have to be whole")
@@ -102,14 +102,14 @@ def _indices(trace: Trace) -> None:
 
 def _lifetimes(trace: Trace) -> None:
     count, birth, death = trace.kernels, trace.tensor_birth, trace.tensor_death
-    _refuse(
+    _raise_first(
         (birth < 0) | (birth > death) | (death > count),
         lambda tensor: (
             f"tensor {tensor} occupies memory during kernels [{birth[tensor]}, {death[tensor]}) of a trace "
             f"of {count} kernels"
         ),
     )
-    _refuse(
+    _raise_first(
         trace.tensor_persistent & ((birth != 0) | (death != count)),
         lambda tensor: (
             f"tensor {tensor} is persistent, but alive during kernels [{birth[tensor]}, {death[tensor]}) only"
@@ -118,14 +118,14 @@ def _lifetimes(trace: Trace) -> None:
     uses = trace.uses
     used = np.flatnonzero(np.diff(uses.starts))
     first, last = uses.values[uses.starts[used]], uses.values[uses.starts[used + 1] - 1]
-    _refuse(
+    _raise_first(
         first < birth[used],
         lambda index: (
             f"{_kernel(trace, int(first[index]))} uses tensor {used[index]} before its birth at kernel "
             f"{birth[used[index]]}"
         ),
     )
-    _refuse(
+    _raise_first(
         last >= death[used],
         lambda index: (
             f"{_kernel(trace, int(last[index]))} uses tensor {used[index]} after its death at kernel "
@@ -159,19 +159,19 @@ def _production(trace: Trace) -> None:
             f"{who}is made only later, by {_kernel(trace, later[0])}: the kernels are in an impossible order"
         )
 
-    _refuse(~there & (first_read[used] == first), sentence)
+    _raise_first(~there & (first_read[used] == first), sentence)
 
 
 def _recomputation(trace: Trace) -> None:
     """Running the kernel again recomputes the tensor and changes nothing else."""
     producers = trace.tensor_recompute
     linked = producers != -1
-    _refuse(
+    _raise_first(
         linked & ((producers < 0) | (producers >= trace.kernels)),
         lambda tensor: f"tensor {tensor} is recomputed by kernel {producers[tensor]}, which is not there",
     )
     possible = harmless_producers(producers, trace.inputs, trace.outputs, trace.tensor_persistent)
-    _refuse(
+    _raise_first(
         linked & (possible != producers),
         lambda tensor: (
             f"tensor {tensor} cannot be recomputed by {_kernel(trace, int(producers[tensor]))}: it is not "
@@ -181,8 +181,8 @@ def _recomputation(trace: Trace) -> None:
     )
 
 
-def _refuse(wrong: Any, sentence: Callable[[int], str]) -> None:
-    """Raise with the sentence about the first of those that are wrong, if any are."""
+def _raise_first(wrong: Any, sentence: Callable[[int], str]) -> None:
+    """Raise InvalidArgument with the sentence about the first index that is wrong, if any is."""
     found = np.flatnonzero(wrong)
     if len(found):
         more = f", and so are {len(found) - 1} more" if len(found) > 1 else ""

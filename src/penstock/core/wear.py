@@ -29,7 +29,7 @@ class DiskWear:
 
     @property
     def lifetime_s(self) -> float | None:
-        """Until the endurance is used up; None where it is not known, or nothing is written."""
+        """Seconds until the endurance is used up; None where it is not known, or nothing is written."""
         if self.endurance_bytes is None or not self.written_bytes_per_day:
             return None
         return self.endurance_bytes / self.written_bytes_per_day * DAY_S

@@ -1,14 +1,15 @@
-"""Averages tensors over the ranks of one machine, through memory that they share.
+"""Averages tensors over the ranks of one machine, through shared host memory.
 
-A tensor goes through in pieces. Each rank copies its piece to its own slot, adds up its share of the elements
-of all slots, in the order of the ranks, and copies the whole result back. So all of them get the same bits,
-every time. While one piece is summed the next is copied in, and the one before is copied back.
+A tensor is processed in pieces, by reduce-scatter and all-gather. Each rank copies its piece to its own
+slot, sums its share of the elements over all slots, in the order of the ranks, and copies the whole result
+back. So all ranks get the same bits, every time. While one piece is summed, the next is copied in, and the
+one before is copied back.
 
-All of it happens on a thread of its own, for one tensor after the other, whose pieces are counted through.
-Three of them are in flight, and ranks wait twice for each: until all have filled their slots, and until all
-have summed their shares. That is enough to use slots again: a rank that fills the slot of piece k for piece
-k + 3 has seen that all have summed piece k, and one that sums piece k + 3 has seen that all have filled their
-slots for it, before which they have taken the result of piece k.
+This runs on a thread, for one tensor after the other; pieces are numbered across tensors. Three pieces are
+in flight, and ranks wait twice for each: until all have filled their slots, and until all have summed their
+shares. So slots can be reused safely: a rank that fills the slot of piece k for piece k + 3 knows that all
+have summed piece k, and a rank that sums piece k + 3 knows that all have filled their slots for it, which
+they do after they have copied the result of piece k.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from penstock.units import format_bytes, format_seconds
 logger = logging.getLogger("penstock")
 
 PIECE_BYTES = 2 << 20
-_RATES_S = 0.05  # that measuring a rate takes
-_CLOSE_S = 10.0  # for what is on its way
+_RATES_S = 0.05  # to measure a rate for
+_CLOSE_S = 10.0  # to wait for tensors in flight
 _ALIGNMENT = 64  # elements: no two ranks write one cache line
 
-# What is added up in which precision. It is rounded once.
+# The dtype in which gradients are summed, before they are rounded once.
 SUMMED_IN = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
@@ -58,9 +59,9 @@ _WHY = {
 
 
 class Copies:
-    """How tensors get to the shared memory and back: those of an accelerator on a stream of their own.
+    """Copies to the shared memory and back: for an accelerator, on a stream of their own.
 
-    driver   of the accelerator; None: tensors are in host memory, and copies are complete at once
+    driver   of the accelerator; None: tensors are in host memory, and copies are synchronous
     """
 
     def __init__(self, driver: Driver | None) -> None:
@@ -84,7 +85,7 @@ class Copies:
             self._driver.page_unlock(address)
 
     def begin(self) -> Any:
-        """What the tensors were made by: the copies come after it."""
+        """An event after the kernels issued so far, for `copy` to wait for."""
         if self._driver is None:
             return None
         ready = self._driver.make_event()
@@ -92,7 +93,7 @@ class Copies:
         return ready
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-        """Begin a copy."""
+        """Start a copy. Returns the event at its end."""
         if self._driver is None:
             target.copy_(source)
             return None
@@ -103,15 +104,15 @@ class Copies:
         return done
 
     def finish(self, copy: Any) -> None:
-        """Wait until it is complete."""
+        """Wait for the end of a copy."""
         if copy is not None:
             copy.synchronize()
 
 
 class Average(dist.Work):
-    """A tensor on its way: what torch.distributed calls the handle of a collective.
+    """An average in progress, as torch.distributed's handle of a collective.
 
-    future   its value is the tensor, which holds the mean then
+    future   its value is the tensor, which then holds the mean
     """
 
     def __init__(self, tensor: torch.Tensor, after: Any) -> None:
@@ -139,11 +140,11 @@ class Average(dist.Work):
 
 
 class Exchange:
-    """Of a process group, whose ranks make it together.
+    """Averages tensors over the ranks of a process group, all of which make one together.
 
-    driver      of the accelerator that the tensors are on; None: they are in host memory
-    timeout_s   for which a rank waits for another
-    latest      that was submitted. A boxed Work is this object only while somebody has it
+    driver      of the accelerator with the tensors; None: they are in host memory
+    timeout_s   longest wait for another rank
+    latest      the last one submitted; referenced here since its boxed Work does not keep it alive
 
     Raises DistributedError.
     """
@@ -173,17 +174,17 @@ class Exchange:
         self._pieces = 0  # that were exchanged
         self._error: DistributedError | None = None
         self._queue: queue.SimpleQueue[Average | None] = queue.SimpleQueue()
-        # The thread goes on while this object is used, and no longer.
-        thread = threading.Thread(target=_work, args=(weakref.ref(self), self._queue), daemon=True)
+        # The thread ends with this object.
+        thread = threading.Thread(target=_serve, args=(weakref.ref(self), self._queue), daemon=True)
         self._stop = weakref.finalize(
             self, _stop, os.getpid(), self._progress, self._queue, thread, self._segment, copies, whole
         )
         thread.start()
 
     def submit(self, tensor: torch.Tensor) -> Average:
-        """Begin to average: every rank has to bring the same tensors in the same order.
+        """Start to average a tensor. All ranks must submit the same tensors in the same order.
 
-        tensor   [elements], which nobody else may use until it is done
+        tensor   [elements], which must not be used until it is done
         """
         if tensor.dtype not in SUMMED_IN:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMED_IN)
@@ -200,14 +201,14 @@ class Exchange:
         return average
 
     def close(self) -> None:
-        """No more: ranks that still wait for this one are told."""
+        """Stop. Ranks that still wait for this one get an error."""
         self._stop()
         self._cells.clear()
         self._error = self._error or DistributedError("this HostAccumulation is closed: make another one")
 
     def rates(self, device: torch.device) -> tuple[float, float]:
-        """Bytes a second that this rank copies to the host, and that it adds up. What the others do at the
-        same time slows it. Nothing may be on its way."""
+        """Bytes per second that this rank copies to the host, and that it sums, while the other ranks do the
+        same. Nothing may be in flight."""
         cells = self._cells[torch.float32]
         slots = cells[self._rank]
         source = torch.ones(slots.numel(), device=device).view(slots.shape)
@@ -223,7 +224,7 @@ class Exchange:
 
         return source.nbytes / _mean_s(copy), source.nbytes / _mean_s(add)
 
-    def _carry_out(self, average: Average) -> None:
+    def _run(self, average: Average) -> None:
         try:
             if self._error is None:
                 self._average(average)
@@ -246,7 +247,7 @@ class Exchange:
                 filling[k] = self._copies.copy(slot, pieces[k], average.after)
             if 0 <= (k := step - 1) < count:
                 self._copies.finish(filling.pop(k))
-                self._progress.mark(Stage.filled, first + k + 1, _what(flat))
+                self._progress.mark(Stage.filled, first + k + 1, _tensor_key(flat))
                 self._wait(Stage.filled, first + k + 1)
                 if k == 0:
                     self._require_same(flat)
@@ -261,7 +262,7 @@ class Exchange:
         self._pieces += count
 
     def _sum(self, cells: torch.Tensor) -> None:
-        """This rank's share of a piece, [ranks + 1, elements]: its last row takes the mean of the others."""
+        """Average this rank's share of a piece, [ranks + 1, elements], into the last row."""
         each = -(-cells.shape[1] // (self._ranks * _ALIGNMENT)) * _ALIGNMENT
         *parts, result = cells[:, self._rank * each : (self._rank + 1) * each]
         if SUMMED_IN[result.dtype] is not result.dtype:
@@ -281,7 +282,7 @@ class Exchange:
     def _require_same(self, flat: torch.Tensor) -> None:
         for rank in range(self._ranks):
             what = self._progress.what(rank, self._pieces)
-            if what != _what(flat):
+            if what != _tensor_key(flat):
                 raise DistributedError(
                     f"rank {self._names[rank]} brought {what >> 8} elements of {_DTYPES[what & 255]}, and "
                     f"rank {self._names[self._rank]} {flat.numel()} of {flat.dtype}: all ranks must have the "
@@ -300,12 +301,12 @@ class Exchange:
             )
 
 
-def _what(flat: torch.Tensor) -> int:
+def _tensor_key(flat: torch.Tensor) -> int:
     return flat.numel() << 8 | _DTYPES.index(flat.dtype)
 
 
 def _mean_s(action: Callable[[], None]) -> float:
-    """Long enough that ranks which share a core take turns."""
+    """Mean time of an action, repeated for long enough that ranks which share a core take turns."""
     action()
     begun_s, count = time.perf_counter(), 0
     while (passed_s := time.perf_counter() - begun_s) < _RATES_S:
@@ -324,7 +325,7 @@ def _stop(
     memory: torch.Tensor,
 ) -> None:
     if os.getpid() != process:
-        return  # a child made by fork is no rank
+        return  # a forked child is no rank
     progress.fail()
     tensors.put(None)
     if thread is not threading.current_thread():
@@ -333,10 +334,10 @@ def _stop(
     segment.close()
 
 
-def _work(reference: weakref.ref[Exchange], tensors: queue.SimpleQueue[Average | None]) -> None:
+def _serve(reference: weakref.ref[Exchange], tensors: queue.SimpleQueue[Average | None]) -> None:
     while (average := tensors.get()) is not None:
         exchange = reference()
         if exchange is None:
             return
-        exchange._carry_out(average)
+        exchange._run(average)
         del exchange, average

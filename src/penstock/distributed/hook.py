@@ -81,7 +81,7 @@ class HostAccumulation(Closing):
     device          of the gradients; None: the accelerator, or the CPU where there is none
     bucket_sizes    at which "auto" measures: those of `bucket_cap_mb`. A bucket goes the way that is faster
                     at the size nearest to it
-    timeout         for which a rank waits for another; None: the process group's
+    timeout         longest wait for another rank; None: the process group's
 
     method     "host" or "all_reduce"; "auto" where it depends on the bucket
     measured   what "auto" found
@@ -127,7 +127,7 @@ class HostAccumulation(Closing):
             self._number = next(_numbers)
             _exchanges[self._number] = self._exchange
             if method == "auto":
-                self._choose(sizes)
+                self._choose_method(sizes)
         if method == "auto" and dist.get_rank(self.process_group) == 0:
             logger.info("gradients are averaged by %s: %s", self.method, self.reason)
 
@@ -154,15 +154,15 @@ class HostAccumulation(Closing):
         return self._exchange.latest.future
 
     def close(self) -> None:
-        """Release the shared memory. Ranks that still wait for this one are told."""
+        """Free the shared memory. Ranks that still wait for this one get an error."""
         if self._exchange is not None:
             self._exchange.close()
 
-    def _choose(self, sizes: Sequence[int]) -> None:
+    def _choose_method(self, sizes: Sequence[int]) -> None:
         assert self._exchange is not None
         ranks = dist.get_world_size(self.process_group)
         dist.barrier(self.process_group)
-        bus_bytes_per_s, sum_bytes_per_s = self._over_ranks(
+        bus_bytes_per_s, sum_bytes_per_s = self._all_reduced(
             self._exchange.rates(self._device), dist.ReduceOp.SUM
         )
         found = []
@@ -174,7 +174,7 @@ class HostAccumulation(Closing):
                     taken_s.append(self._timed(average, tensor))
             medians_s = [statistics.median(taken_s[1:]) for taken_s in times_s]
             # The same numbers on all ranks, and so the same choice.
-            host_s, all_reduce_s = self._over_ranks(medians_s, dist.ReduceOp.MAX)
+            host_s, all_reduce_s = self._all_reduced(medians_s, dist.ReduceOp.MAX)
             predicted = predict_exchange(size_bytes, ranks, bus_bytes_per_s, sum_bytes_per_s)
             found.append(Measured(size_bytes, host_s, all_reduce_s, predicted.host_s, predicted.all_reduce_s))
         self.measured = tuple(found)
@@ -197,7 +197,7 @@ class HostAccumulation(Closing):
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor.div_(dist.get_world_size(self.process_group)), group=self.process_group)
 
-    def _over_ranks(self, numbers: Sequence[float], operation: Any) -> list[float]:
+    def _all_reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, operation, group=self.process_group)
         return list(tensor.tolist())

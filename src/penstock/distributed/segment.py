@@ -1,4 +1,4 @@
-"""Memory that the ranks of a process group share. It has no name, and is gone with the last of them."""
+"""Memory that the ranks of a process group share. It has no name, and is freed with the last of them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class NotOneMachine(DistributedError):
 
 
 class Segment:
-    """``size_bytes`` of zeros that all ranks of the group have in memory. They make it together.
+    """``size_bytes`` of shared memory, zeroed, mapped by all ranks of the group. They make it together.
 
-    memory    of this process
+    memory    the mapping in this process
     pids      of the ranks
-    watched   a pidfd of each rank but this one, which has -1
+    watched   a pidfd of each other rank; -1 for this one
 
-    Raises DistributedError, on all ranks, where one of them cannot.
+    Raises DistributedError on all ranks where one of them cannot map it.
     """
 
     def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
@@ -63,7 +63,7 @@ class Segment:
                 os.close(file)
 
     def close(self) -> None:
-        """Watch the others no more, and leave the memory to those who use it."""
+        """Close the pidfds. The memory is freed when the last reference to `memory` is gone."""
         if hasattr(self, "memory"):
             del self.memory
         for watched in self.watched:
@@ -74,7 +74,7 @@ class Segment:
 
 
 def _make(size_bytes: int) -> int:
-    """A file in memory, of this size for good."""
+    """Make a memfd whose size is sealed."""
     file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(file, 0o600)
@@ -87,7 +87,7 @@ def _make(size_bytes: int) -> int:
 
 
 def _open(pid: int, number: int, size_bytes: int) -> int:
-    """The file of another process, which must be what that one says."""
+    """Open the memfd of another process, and check that it is one of this size."""
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         about = os.fstat(file)
@@ -104,7 +104,7 @@ def _open(pid: int, number: int, size_bytes: int) -> int:
 
 
 def _machine() -> str:
-    """Of processes that see each other's files."""
+    """Name of the machine and its namespaces: processes with the same name can open each other's memfds."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
@@ -119,7 +119,7 @@ def _require_one_machine(machines: list[str]) -> None:
 
 
 def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank."""
+    """All-gather: the value of every rank."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found

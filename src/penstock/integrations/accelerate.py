@@ -1,6 +1,6 @@
 """Train inside a byte budget in a loop of one's own with Hugging Face's accelerate.
 
-Run with the versions that `penstock.integrations.versions` names; another one is told once.
+Run with the versions that `penstock.integrations.versions` names; another one is logged once.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from penstock.checkpoint import save as save_checkpoint
 from penstock.core import files
 from penstock.core.hardware import Hardware
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidFile, SpillSpaceFull
-from penstock.integrations.hub import config_of, load, without_values
+from penstock.integrations.hub import config_of, load, uninitialized
 from penstock.integrations.versions import missing
 from penstock.options import FineTuneOptions, PlanOptions
 from penstock.report.summary import Summary, summarise
@@ -103,7 +103,7 @@ class Training:
         )
 
     def step(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Forward, backward, clipping and update. Gives the mean loss, without its graph.
+        """Forward, backward, clipping and update. Returns the mean loss, without its graph.
 
         sequences   [sequences_per_step, block_size]
         """
@@ -135,7 +135,7 @@ class Training:
         save_checkpoint({**state, "optimizer": self.optimizer.state_dict()}, path)
 
     def load(self, path: Path) -> list[float]:
-        """Go on from a checkpoint. Gives the losses until then."""
+        """Resume from a checkpoint. Returns the losses until then."""
         state = self.state([])
         load_checkpoint(path, into=state)
         torch.set_rng_state(state["random"])
@@ -347,7 +347,7 @@ class FineTuning:
     ) -> Summary:
         """What a step takes, traced on fake tensors and planned. Raises BudgetTooSmall and SpillSpaceFull."""
         with torch.device("meta"):  # fake tensors cannot be cast in place, as PEFT does
-            base = without_values(self.config, getattr(torch, self.settings.dtype))
+            base = uninitialized(self.config, getattr(torch, self.settings.dtype))
             model = _with_adapters(base, self.settings)
         mode = penstock.fake_mode()
         with mode:

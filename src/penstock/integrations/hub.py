@@ -46,9 +46,9 @@ def load(
     run      an open one; None: that of the thread, whichever it is, or ordinary memory
     dtype    of the weights; None: the config's
 
-    Gives the model in evaluation mode, as `from_pretrained` does. Raises InvalidFile where a file is missing
-    or damaged, and InvalidArgument where names or shapes in the files are not the model's: transformers
-    converts some models as it reads them, and these need `from_pretrained`.
+    Returns the model in evaluation mode, as `from_pretrained` does. Raises InvalidFile where a file is
+    missing or damaged, and InvalidArgument where names or shapes in the files are not the model's:
+    transformers converts some models as it reads them, and these need `from_pretrained`.
     """
     warn_if_unknown("transformers")
     if run is not None and run.closed:
@@ -57,12 +57,12 @@ def load(
     if config is None:
         config = config_of(folder)
     files = _files(folder)
-    model = without_values(config, dtype)
+    model = uninitialized(config, dtype)
     wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
     tied = {
         name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if name not in wanted
     }
-    _fill(files, wanted, tied)
+    _read_all(files, wanted, tied)
     return model.eval()
 
 
@@ -80,10 +80,10 @@ def config_of(folder: Path) -> transformers.PretrainedConfig:
         raise InvalidFile(f"{folder / CONFIG} cannot be used: {reason}") from error
 
 
-def without_values(
+def uninitialized(
     config: transformers.PretrainedConfig, dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
-    """The model of a config; what its weights hold is not defined."""
+    """A model of a config, with uninitialized weights."""
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -115,15 +115,15 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those that belong to a state; the others are computed when the model is built."""
+    """Persistent buffers, which are in the state dict; the others are computed when the model is built."""
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
-def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, torch.Tensor]) -> None:
-    """Read every tensor into its place; nothing where they do not fit.
+def _read_all(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, torch.Tensor]) -> None:
+    """Read every tensor into its place. Raises before it reads where names or shapes do not match.
 
-    tied   further names of wanted tensors, which files may have and need not
+    tied   further names of wanted tensors, which may also be in the files
     """
     headers = {file: _header(file) for file in files}
     found = {entry.name: list(entry.shape) for header in headers.values() for entry in header.entries}
@@ -142,7 +142,7 @@ def _fill(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, to
     for file, header in headers.items():
         names = [entry.name for entry in header.entries]
         targets = ((wanted.get(entry.name), DTYPES[entry.dtype]) for entry in header.entries)
-        if any(target is not None and _converted(dtype, target) for target, dtype in targets):
+        if any(target is not None and _needs_conversion(dtype, target) for target, dtype in targets):
             _read_converted(file, header, wanted)
         else:
             into = {name: wanted[name] if name in wanted else torch.empty_like(tied[name]) for name in names}
@@ -157,18 +157,18 @@ def _header(file: Path) -> Header:
             raise InvalidFile(f"{file} is no safetensors file: {error}") from error
 
 
-def _converted(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+def _needs_conversion(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
     return tensor.dtype != dtype and tensor.is_floating_point() and dtype.is_floating_point
 
 
 def _read_converted(file: Path, header: Header, wanted: dict[str, torch.Tensor]) -> None:
-    """Read each tensor that is wanted through one small buffer."""
+    """Read each wanted tensor through a small buffer, and convert its dtype."""
     with open(file, "rb") as opened, torch.no_grad():
         for entry in header.entries:
             if entry.name not in wanted:
                 continue
             target, dtype = wanted[entry.name].detach().view(-1), DTYPES[entry.dtype]
-            if dtype != target.dtype and not _converted(dtype, target):
+            if dtype != target.dtype and not _needs_conversion(dtype, target):
                 raise InvalidArgument(f"{entry.name} in {file} is {dtype}, and the model's {target.dtype}")
             opened.seek(header.data_offset + entry.begin)
             for part in target.split(PIECE_BYTES // dtype.itemsize):

@@ -1,6 +1,6 @@
 """Train inside a byte budget with Lightning's Trainer, by a callback.
 
-Run with the versions that `penstock.integrations.versions` names; another one is told once.
+Run with the versions that `penstock.integrations.versions` names; another one is logged once.
 """
 
 from __future__ import annotations

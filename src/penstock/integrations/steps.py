@@ -1,4 +1,4 @@
-"""Steps of a run for loops that are other libraries': they begin in one call of ours, and end in another."""
+"""Steps of a run inside loops of other libraries, whose callbacks begin and end them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger("penstock")
 EVALUATION = "evaluation"  # the kind of such a step
 
 
-class Abandoned(Exception):
-    """Ends a step whose loop has ended by an error that nobody has told us."""
+class AbandonedStep(Exception):
+    """Ends a step that was left open by an error in the loop, of which there was no callback."""
 
 
 class Steps:
-    """Opens a run and closes it, and begins and ends its steps.
+    """Opens and closes a run, and begins and ends its steps.
 
     run   None before `open`
     """
@@ -35,14 +35,14 @@ class Steps:
         self._step: contextlib.ExitStack | None = None
 
     def open(self, *known: Any, **options: Any) -> Offload:
-        """The run that is open, or a new one. What a loop that failed has left open ends."""
-        self.end(Abandoned())
+        """Returns the open run, or a new one. Ends a step that a failed loop has left open."""
+        self.end(AbandonedStep())
         if self.run is None or self.run.closed:
             self.run = offload(*known, **options)
         return self.run
 
     def begin(self, kind: str | None = None) -> None:
-        """Begin a step; nothing where the run is closed or the program has opened a step itself."""
+        """Begin a step, unless the run is closed or the program has begun a step itself."""
         if self.run is None or self.run.closed:
             return
         self.end()
@@ -59,12 +59,12 @@ class Steps:
     def end(self, error: BaseException | None = None) -> None:
         """End the step that `begin` has begun, if there is one.
 
-        error   that has interrupted it. Raises what the run makes of it
+        error   raised in the step. What the run raises instead of it passes through
         """
         step, self._step, self.kind = self._step, None, None
         if step is None:
             return
-        with contextlib.suppress(Abandoned):
+        with contextlib.suppress(AbandonedStep):
             try:
                 trace = None if error is None else error.__traceback__
                 step.__exit__(None if error is None else type(error), error, trace)
@@ -73,7 +73,7 @@ class Steps:
                     raise
 
     def log_report(self) -> None:
-        """What the run did, at level INFO."""
+        """Log the report of the run, at level INFO."""
         if self.run is None:
             return
         try:
@@ -90,8 +90,8 @@ class Steps:
                 self.run.close()
 
     def evaluate(self, model: torch.nn.Module) -> Callable[[], None]:
-        """From now on each forward of the model without gradients, outside of a step, is a step of the kind
-        "evaluation". Gives what undoes this."""
+        """Make each forward of the model without gradients, outside of a step, a step of the kind
+        "evaluation". Returns a function that undoes it."""
         ours = False
 
         @torch.compiler.disable
@@ -106,7 +106,7 @@ class Steps:
             nonlocal ours
             if ours:
                 ours = False
-                self.end(Abandoned() if output is None else None)  # there is none where it has raised
+                self.end(AbandonedStep() if output is None else None)  # None: forward has raised
 
         hooks = [
             model.register_forward_pre_hook(begins),
@@ -121,5 +121,5 @@ class Steps:
 
 
 def require_options(options: dict[str, Any]) -> None:
-    """Raises TypeError for what is no option of `penstock.offload`, before a loop begins."""
+    """Raises TypeError for an option that `penstock.offload` does not have, before a loop begins."""
     inspect.signature(offload).bind(None, None, **options)

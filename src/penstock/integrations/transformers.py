@@ -1,6 +1,6 @@
 """Train inside a byte budget with the Trainer of transformers, and with what is made of it, such as TRL's.
 
-Run with the versions that `penstock.integrations.versions` names; another one is told once.
+Run with the versions that `penstock.integrations.versions` names; another one is logged once.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Penstock(TrainerCallback):
 
 
 def _log_metrics_of(callback: Penstock) -> Callable[[], None]:
-    """From now on each logger of the callback's Trainer that is told of losses is told of the run, too.
-    Gives what undoes it.
+    """Add the metrics of the run to those that loggers of the callback's Trainer get. Returns a function that
+    undoes it.
 
     A callback cannot do that by itself: loggers are called before it, and it knows neither them nor the
     Trainer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 
-from penstock.core.arguments import require_kinds
+from penstock.core.arguments import require_types
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
@@ -19,7 +19,7 @@ from penstock.units import format_bytes, format_bytes_up, parse_budget
 __all__ = ["POLICIES", "Decision", "Policy", "Problem", "plan", "require_policy", "solve"]
 
 # A policy is a function of a problem, legal for any budget of `minimum_bytes` or more. All are pure, but that
-# `optimal` reads a clock: what it answers when the time limit ends it depends on the machine.
+# `optimal` reads a clock: where the time limit ends it, its plan depends on the machine.
 POLICIES: dict[str, Policy] = {
     name: getattr(import_module(f"penstock.planners.{module}"), name) for name, module in MODULES.items()
 }
@@ -45,7 +45,7 @@ def plan(
     recompute             tensors may be recomputed instead of being moved, where the trace says how
     compress              tensors may be moved as bitmask-CSR, where the trace knows their density: one of
                           a real run does (fake=False), or `Trace.with_density` assumes it
-    time_limit_s          for planning; a policy that reaches it answers with the best it has found
+    time_limit_s          for planning; a policy that reaches it returns the best it has found
     lossy                 "fp16" or "bf16": float32 activations that are saved for backward may leave in it,
                           and come back rounded; see `Trace.with_lossy`. None: everything comes back as it was
     device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
@@ -56,7 +56,7 @@ def plan(
     Raises BudgetTooSmall where no plan can help, SpillSpaceFull where what has to leave has nowhere
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
     """
-    require_kinds(trace=trace, hardware=hardware)
+    require_types(trace=trace, hardware=hardware)
     if isinstance(device_budget_bytes, str):
         device_budget_bytes = parse_budget(device_budget_bytes)
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes

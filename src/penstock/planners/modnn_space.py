@@ -1,4 +1,4 @@
-"""Where moDNN's tensors lie: in a managed stretch of device memory (section 3.3), and on the tiers below."""
+"""Memory of the policy `modnn`: a managed range of device memory (section 3.3), and the tiers below it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.units import format_bytes, format_bytes_up
 
 
 class ManagedSpace:
-    """Blocks at addresses from 0 to ``size_bytes``, each with an owner's number, and the gaps between."""
+    """An allocator of the addresses from 0 to ``size_bytes``: blocks, by owner, and the gaps between them."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -28,7 +28,7 @@ class ManagedSpace:
         return owner in self._block_of
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Address and end of each, ascending."""
+        """Address and end of each gap, ascending."""
         since = 0
         for address, end, _ in self._blocks:
             if since < address < end:
@@ -49,8 +49,8 @@ class ManagedSpace:
     def allocate(self, owner: int, size_bytes: int, *, exact: bool = True, high: bool = False) -> bool:
         """Take the first gap that fits; False where none does.
 
-        exact   one of exactly the size comes before all others
-        high    from the highest address down, instead of from the lowest up
+        exact   prefer a gap of exactly this size
+        high    search from the highest address down
         """
         fitting = [(address, end) for address, end in self.gaps() if end - address >= size_bytes]
         if not fitting:
@@ -67,7 +67,7 @@ class ManagedSpace:
         self._blocks.remove(self._block_of.pop(owner))
 
     def compact(self) -> None:
-        """Move every block down, so that what is free is one gap."""
+        """Move every block down, so that there is one gap."""
         address, before, self._blocks = 0, self._blocks, []
         for start, end, owner in before:
             self._block_of[owner] = (address, address + end - start, owner)
@@ -77,14 +77,14 @@ class ManagedSpace:
     def window(
         self, size_bytes: int, write_s: FloatArray, until: IntArray, hidden_s: float
     ) -> tuple[list[int], float] | None:
-        """The contiguous blocks that had best leave to make a gap of ``size_bytes``, and the delay it costs.
+        """The contiguous blocks to evict for a gap of ``size_bytes`` with the least delay, and that delay.
 
         moDNN section 5.2.1: each block in turn is the first of a scheme, those at higher addresses follow
         until the gap is large enough, and the scheme of the least delay is taken; among equals the one
         whose blocks are needed latest. None where there is no scheme.
 
-        write_s   by owner: seconds to copy it out, NaN for one that must stay
-        until     by owner: the kernel that needs it again
+        write_s   by owner: seconds to copy it out; NaN where it must stay
+        until     by owner: the kernel that needs it next
         hidden_s  seconds of copying that cause no delay
         """
         if not self._blocks:
@@ -114,10 +114,10 @@ class ManagedSpace:
 
 
 class Tiers:
-    """Room on the host and on the disk, and the transfers decided so far.
+    """Free space on the host and on the disk, and the transfers decided so far.
 
-    The host comes first. A copy is counted until the kernel that needs it has run; a persistent tensor's
-    copy is counted all the time.
+    The host comes first. A copy takes space until the kernel that needs it has run; that of a persistent
+    tensor always does.
     """
 
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
@@ -128,8 +128,8 @@ class Tiers:
             if hardware.capacity_bytes(tier) > 0
         }
         self.busy_until_s = dict.fromkeys(LINKS, 0.0)
-        self._valid: dict[int, str] = {}  # by tensor: where its copy is that is still valid
-        self._home: dict[int, tuple[str, int]] = {}  # by tensor: tier, and until when its copy has room
+        self._valid: dict[int, str] = {}  # by tensor: tier of its valid copy
+        self._home: dict[int, tuple[str, int]] = {}  # by tensor: tier, and until when its copy has space
         self._evict_s, self._prefetch_s = cache(hardware.evict_s), cache(hardware.prefetch_s)
 
     def choose(self, tensor: int, after: int, end: int) -> str | None:
@@ -140,7 +140,7 @@ class Tiers:
         return next((tier for tier in self.free if self._fits(tier, tensor, after + 1, end)), None)
 
     def take(self, tier: str, tensor: int, after: int, end: int) -> None:
-        """Keep the room that `choose` found."""
+        """Take the space that `choose` found."""
         since = self._home[tensor][1] if self._keeps_tier(tensor) else after + 1
         since, until = self._span(tensor, since, end)
         self.free[tier][since:until] -= self.trace.tensor_bytes[tensor]
@@ -163,17 +163,17 @@ class Tiers:
         return self._prefetch_s(tier, int(self.trace.tensor_bytes[tensor]))
 
     def write(self, tier: str, tensor: int, ready_s: float, now_s: float) -> float:
-        """Copy the tensor out as soon as it is complete and the link is free: when its memory is free."""
+        """Copy the tensor out once it is complete and the link is free. Returns when its memory is free."""
         if self._valid.get(tensor) == tier:
             return now_s
         return max(now_s, self._run(self.hardware.evict_links(tier), ready_s, self.write_s(tier, tensor)))
 
     def read(self, tier: str, tensor: int, from_s: float) -> float:
-        """Copy the tensor back: when it is there."""
+        """Copy the tensor back. Returns when it is there."""
         return self._run(self.hardware.prefetch_links(tier), from_s, self.read_s(tier, tensor))
 
     def hidden_s(self, now_s: float) -> float:
-        """Seconds that the links out have been idle until now: copying that costs nothing."""
+        """Seconds that all links out have been idle: copying for as long causes no delay."""
         links = {link for tier in self.free for link in self.hardware.evict_links(tier)}
         return max(now_s - max((self.busy_until_s[link] for link in links), default=now_s), 0.0)
 
@@ -189,7 +189,7 @@ class Tiers:
         return spill_full(self.hardware, why)
 
     def _keeps_tier(self, tensor: int) -> bool:
-        """The next copy is on the tier of the last: it is still valid, or that room is kept anyway."""
+        """Whether the next copy goes to the tier of the last one: that is still valid, or keeps its space."""
         if tensor not in self._home:
             return False
         return tensor in self._valid or bool(self.trace.tensor_persistent[tensor])

@@ -1,4 +1,4 @@
-"""What a policy is asked, what it answers, and which variant of each kernel runs (moDNN section 5.3)."""
+"""The input and the output of a policy, and the choice of each kernel's variant (moDNN section 5.3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Problem:
     compress       tensors may be moved as bitmask-CSR
     lossy          codec in which what is saved for backward may leave, of penstock.options.LOSSY; the
                    trace is `with_lossy` then
-    time_limit_s   for the whole of planning; a policy that reaches it answers with what it has
+    time_limit_s   for the whole of planning; a policy that reaches it returns the best it has found
     """
 
     trace: Trace
@@ -48,7 +48,7 @@ class Decision:
     """The parts of a Plan that a policy decides.
 
     lower_bound_s   proven; 0 where the policy proves nothing
-    reason          why so, in one sentence; empty where there is nothing to say
+    reason          why these decisions, in one sentence; may be empty
     """
 
     evictions: tuple[Evict, ...] = ()
@@ -62,7 +62,7 @@ Policy = Callable[[Problem], Decision]
 
 
 def spill_full(hardware: Hardware, why: str) -> SpillSpaceFull:
-    """The error where the tiers have no room for tensors that have to leave."""
+    """The error where the tiers have no room for tensors that must be evicted."""
     return SpillSpaceFull(
         f"{why}: the disk budget of {format_bytes(hardware.disk_bytes)} and the host budget of "
         f"{format_bytes(hardware.host_bytes)} do not suffice. Raise either, or raise the device budget."
@@ -75,7 +75,7 @@ def with_fastest(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trac
 
 
 def with_least_workspace(trace: Trace, budget_bytes: int) -> tuple[tuple[int, ...], Trace]:
-    """The same, but no variant sends tensors away from its kernel where another needs none to leave."""
+    """As `with_fastest`, but no variant forces an eviction where another one needs none."""
     live = trace.live_bytes - trace.kernel_workspace_bytes
     fits = live + least_workspace_bytes(trace) <= budget_bytes
     return _chosen(trace, np.where(fits, live, held_bytes(trace)), budget_bytes)

@@ -1,6 +1,6 @@
 """Policies that work through a list of tensors, and what `flashneuron` and `g10` share with them.
 
-`evict_all` evicts whatever can leave: no planning, and the least memory that a step can have.
+`evict_all` evicts every tensor that it can: without planning, in the least memory that a step can have.
 
 vDNN (Rhu et al., MICRO 2016) offloads feature maps in the forward pass, and prefetches one ahead: `vdnn_all`
 every feature map that the backward pass needs, `vdnn_conv` those that convolutions read. Each goes to the
@@ -55,8 +55,8 @@ def unrolled(values: FloatArray) -> FloatArray:
 
 
 def earliest_with_room(room: IntArray, begin: int, end: int, amount: int) -> int:
-    """The first kernel from which on, up to ``end``, every kernel has ``amount`` of ``room`` left; `end`
-    where the last does not."""
+    """The first kernel such that it and all kernels up to ``end`` have ``amount`` of ``room`` left; ``end``
+    where the last one has not."""
     first = begin
     for part in cyclic_slices(begin, end, len(room)):
         tight = np.flatnonzero(room[part] < amount)
@@ -92,15 +92,15 @@ def boundary(trace: Trace) -> int:
     return int(backward[0]) if len(backward) else trace.kernels
 
 
-NEGLIGIBLE = 256  # a tensor below this part of what is missing leaves only where larger ones do not do
+NEGLIGIBLE = 256  # a tensor below this part of what is missing is evicted only after all larger ones
 
 
 class Room:
-    """Free bytes of each tier that there is during each kernel, as copies are given their places.
+    """Free bytes of each tier during each kernel, less the evictions taken so far.
 
-    A copy stays while a later eviction can use it again: from the first of the tensor's evictions to the
-    kernel that ends the last. That of a persistent tensor that leaves more than once, or that no
-    kernel writes, is taken to stay throughout.
+    A copy takes space while a later eviction can reuse it: from the first of the tensor's evictions to the
+    kernel that ends the last. That of a persistent tensor that is evicted more than once, or that no kernel
+    writes, always does.
     """
 
     def __init__(self, problem: Problem) -> None:

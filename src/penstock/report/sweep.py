@@ -1,5 +1,5 @@
-"""Many plans compared: every policy on one problem, one policy on other machines, and whether the disk is
-fast enough, in one sentence.
+"""Compares plans: every policy on one problem, or one policy on several machines. `verdict` says in one
+sentence whether the disk is fast enough.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from penstock.units import format_rate, format_seconds
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-WORTH_KERNELS = 4000  # planning for fewer is over before a process has started
+WORTH_KERNELS = 4000  # planning for fewer takes less time than starting a process
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """One policy's answer. ``reason`` says why there is no plan where ``summary`` is None."""
+    """The plan of one policy. ``reason`` says why there is none where ``summary`` is None."""
 
     policy: str
     summary: Summary | None = None
@@ -43,11 +43,11 @@ class PolicyResult:
 def compare_policies(
     problem: Problem, names: Iterable[str] = tuple(POLICIES), known: Plan | None = None
 ) -> list[PolicyResult]:
-    """One candidate for each policy, fastest first, those that cannot at the end.
+    """One result for each policy, the fastest first, those without a plan at the end.
 
-    Each summary carries the best bound that any of the policies proved: it holds for all.
+    Each summary has the best lower bound that any of the policies proved.
 
-    known   a plan for the same problem, which need not be made again
+    known   a plan for the same problem, which is not made again
     """
     names = list(names)
     tasks = [(problem, name, known if known is not None and known.policy == name else None) for name in names]
@@ -64,9 +64,9 @@ def compare_policies(
 
 
 def run_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
-    """``function`` of each task, in order, in so many processes; with one, in this process.
+    """Map ``function`` over the tasks, in order, in ``workers`` processes; with one, in this process.
 
-    The processes start afresh rather than as copies of this one, which may have threads.
+    Processes are spawned, not forked, as this one may have threads.
     """
     if workers <= 1:
         return [function(task) for task in tasks]
@@ -75,7 +75,7 @@ def run_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], 
 
 
 def workers_for(kernels: int) -> int:
-    """How many processes are worth starting to plan for so many kernels, over all tasks."""
+    """How many processes are worth starting, for the number of kernels in all tasks together."""
     return 1 if kernels < WORTH_KERNELS else os.cpu_count() or 1
 
 
@@ -90,8 +90,8 @@ def _result(task: tuple[Problem, str, Plan | None]) -> PolicyResult:
     return PolicyResult(policy=name, summary=summarise(problem.trace, made, timeline))
 
 
-NEAR = 1.05  # times this close are called the same
-MANY = 1e6  # factor of a resource that is to limit nothing
+NEAR = 1.05  # times within this factor count as equal
+MANY = 1e6  # factor that makes a resource unlimited
 DISK_LINKS = ("disk_write", "disk_read")
 
 LIMITS = ("compute", "bus", "disk write", "disk read", "host capacity")
@@ -101,7 +101,7 @@ LIMITS = ("compute", "bus", "disk write", "disk read", "host capacity")
 class Case(Problem):
     """One machine to plan for.
 
-    disks   how many of the disk the hardware describes, working as one
+    disks   number of disks that ``hardware`` describes as one
     """
 
     label: str
@@ -117,13 +117,13 @@ class Case(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What came out for a case.
+    """The result for a case.
 
     summary      None where there is no plan; `reason` says why
-    limits       what keeps the step from its ideal time: the resource of LIMITS of which twice as much
-                 would help this plan most; "compute" where it is near the ideal, or none of them would
+    limits       the bottleneck: the resource of LIMITS that speeds this plan up most when it is doubled;
+                 "compute" where the step is near its ideal time, or none does
     if_doubled_s by resource: the time of this plan with twice as much of it
-    fast_disk_s  the time of this plan with a disk that never keeps it waiting
+    fast_disk_s  the time of this plan with an infinitely fast disk
     """
 
     case: Case
@@ -142,7 +142,7 @@ class Cell:
 
     @property
     def disk_is_enough(self) -> bool:
-        """Whether a faster disk would make this plan no faster, or hardly."""
+        """Whether a faster disk would hardly speed this plan up."""
         return self.summary is not None and self.summary.predicted_s <= NEAR * self.fast_disk_s
 
     @property
@@ -208,14 +208,14 @@ def sweep(asked: Sequence[Case], workers: int = 0) -> list[Cell]:
 
 
 def _inherited(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, each with the best of its own plan and those of its neighbours that have less."""
+    """The cells, each with the faster of its own plan and the plans of cells with fewer resources."""
     found = list(cells)
-    for index in sorted(range(len(cells)), key=lambda index: _means(cells[index].case)):
+    for index in sorted(range(len(cells)), key=lambda index: _resources(cells[index].case)):
         case = cells[index].case
         below = [other for other, cell in enumerate(cells) if _has_less(cell.case, case)]
         for other in below:
             if any(_has_less(cells[other].case, cells[between].case) for between in below):
-                continue  # the one between has it already
+                continue  # the one between has tried it
             made, own = found[other].plan, found[index]
             if made is None:
                 continue
@@ -226,14 +226,14 @@ def _inherited(cells: Sequence[Cell]) -> list[Cell]:
     return found
 
 
-def _means(case: Case) -> tuple[int, int, float]:
+def _resources(case: Case) -> tuple[int, int, float]:
     return case.budget_bytes, case.hardware.host_bytes, case.disks
 
 
 def _has_less(one: Case, other: Case) -> bool:
     """Whether a plan for ``one`` can be carried out for ``other``, which has more of something."""
-    fewer = all(a <= b for a, b in zip(_means(one), _means(other), strict=True))
-    return fewer and one.trace is other.trace and _means(one) != _means(other)
+    fewer = all(a <= b for a, b in zip(_resources(one), _resources(other), strict=True))
+    return fewer and one.trace is other.trace and _resources(one) != _resources(other)
 
 
 def cell(case: Case) -> Cell:
@@ -260,7 +260,7 @@ def _cell_of(case: Case, made: Plan) -> Cell:
 
 
 def limiting(summary: Summary, doubled_s: Mapping[str, float]) -> str:
-    """The resource that limits a plan, as `Cell.limits` says."""
+    """The bottleneck of a plan: see `Cell.limits`."""
     time_s = summary.predicted_s
     best = min(LIMITS[1:], key=lambda name: doubled_s.get(name, time_s))
     if time_s <= NEAR * summary.ideal_s or doubled_s.get(best, time_s) >= time_s:
@@ -328,7 +328,7 @@ def disk_rates(hardware: Hardware) -> tuple[float, ...]:
 
 
 def verdict(cells: Sequence[Cell]) -> str:
-    """The sentence. A disk is fast enough where one that never keeps the plan waiting would hardly help."""
+    """Whether the disk is fast enough, in one sentence: whether an infinitely fast one would hardly help."""
     planned = [cell for cell in cells if cell.summary is not None]
     if not planned:
         return "No plan fits any of these machines: raise the budget, the host memory or the disks."
@@ -344,7 +344,7 @@ def verdict(cells: Sequence[Cell]) -> str:
             f"{(NEAR - 1) * 100:.0f} % of the step."
         )
     if not enough:
-        best = min(using, key=_lost)
+        best = min(using, key=_slowdown)
         assert best.summary is not None
         where = "the one case that uses it" if len(using) == 1 else f"any of the {len(using)} cases"
         step, over = format_seconds(best.summary.predicted_s), best.summary.over_ideal
@@ -354,12 +354,12 @@ def verdict(cells: Sequence[Cell]) -> str:
             f"step takes {step}, and a disk that never kept it waiting would make it "
             f"{format_seconds(best.fast_disk_s)}."
         )
-    said = f"It depends: the disk is fast enough in {len(enough)} of {len(using)} cases that use it{aside}; "
+    text = f"It depends: the disk is fast enough in {len(enough)} of {len(using)} cases that use it{aside}; "
     lacking = max((cell.case for cell in using if not cell.disk_is_enough), key=attrgetter("disks"))
     more = [cell.case for cell in using if cell.case.disks > lacking.disks]
     if not more:
-        return f"{said}not in all of them with {_disks(lacking)}."
-    return f"{said}in all of them with {_disks(min(more, key=attrgetter('disks')))}."
+        return f"{text}not in all of them with {_disks(lacking)}."
+    return f"{text}in all of them with {_disks(min(more, key=attrgetter('disks')))}."
 
 
 def _disks(case: Case) -> str:
@@ -368,7 +368,7 @@ def _disks(case: Case) -> str:
     return f"{count} ({format_rate(min(disk_rates(case.hardware)))})"
 
 
-def _lost(cell: Cell) -> float:
-    """The time over what a disk that is no hindrance would make it."""
+def _slowdown(cell: Cell) -> float:
+    """The step time, relative to that with an infinitely fast disk."""
     assert cell.summary is not None
     return cell.summary.predicted_s / cell.fast_disk_s if cell.fast_disk_s else 1.0

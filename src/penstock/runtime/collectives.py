@@ -1,4 +1,4 @@
-"""Collectives that have returned, and are not done: what they read and write stays on the device."""
+"""Collectives in flight: what they read and write stays on the device until they are done."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from penstock.core.trace import Trace
 from penstock.runtime.devices import Device
 from penstock.runtime.storages import ManagedStorage
 
-# As long as process groups wait for each other, unless they are told otherwise.
+# The default timeout of process groups.
 TIMEOUT_S = 1800.0
 _POLL_S = 1e-4
 
-# Gloo's Work of these says that it is done only when it has been waited for; that must not be done twice,
-# since one of reduce_scatter writes its results then.
+# Gloo's Work of these is completed only by `wait`, which must not be called twice: that of reduce_scatter
+# writes the results.
 _SILENT = ("reduce_scatter", "send", "recv")
 
-_LEAST_SHARE = 8  # of the budget: they have no more than this part of it
+_BUDGET_SHARE = 8  # collectives in flight get one part in eight of the budget, at most
 
 
 @dataclass(eq=False)
-class _Flight:
-    """One of them.
+class _InFlight:
+    """A collective in flight.
 
     storages   that it reads and writes
-    writes     those that it writes: the program may use them when it has waited for them
-    work       a torch.distributed.Work that tells when it is done; None where there is none
+    writes     that it writes: the program uses them only after it has waited for the collective
+    work       a torch.distributed.Work whose `is_completed` can be relied on; None where there is none
     """
 
     storages: list[ManagedStorage]
@@ -44,7 +44,7 @@ class _Flight:
 
     @property
     def is_done(self) -> bool:
-        """As far as it tells."""
+        """False also where that is not known."""
         if self.work is not None and self.work.is_completed():
             return True
         return bool(self.writes) and all(managed.storage() is None for managed in self.writes)
@@ -57,8 +57,8 @@ def collective_kernels(trace: Trace) -> BoolArray:
 
 
 def in_flight_bytes(trace: Trace, budget_bytes: int) -> int:
-    """What a plan leaves for collectives of the trace that are in flight: room for the largest, as far as
-    there is any to spare."""
+    """Bytes that a plan leaves free for collectives in flight: those of the largest one in the trace, or as
+    many as the step can spare."""
     largest = max(
         (
             int(trace.tensor_bytes[np.union1d(trace.inputs[kernel], trace.outputs[kernel])].sum())
@@ -66,40 +66,40 @@ def in_flight_bytes(trace: Trace, budget_bytes: int) -> int:
         ),
         default=0,
     )
-    return max(min(largest, budget_bytes // _LEAST_SHARE, budget_bytes - minimum_bytes(trace)), 0)
+    return max(min(largest, budget_bytes // _BUDGET_SHARE, budget_bytes - minimum_bytes(trace)), 0)
 
 
 class Collectives:
-    """Those that are in flight. The engine's lock is held.
+    """The collectives in flight. The engine's lock is held.
 
-    allowed_bytes   they may keep so much on the device where room is short; what is more is waited for
+    allowed_bytes   most that they may hold on the device when memory is short; beyond it, `launched` waits
     """
 
     def __init__(self, device: Device, budget_bytes: int, kernels: KernelClock) -> None:
         self._device, self._kernels = device, kernels
         self._budget_bytes = budget_bytes
-        self._flights: list[_Flight] = []
+        self._flights: list[_InFlight] = []
         self._held: list[ManagedStorage] = []  # for the one that is being launched
         self.allowed_bytes = 0
 
     def follow(self, planned_bytes: int) -> None:
-        """A plan is followed that keeps to so much of the budget; 0: none is."""
+        """A plan that uses ``planned_bytes`` of the budget is in force; 0: none is."""
         budget_bytes = self._budget_bytes
-        self.allowed_bytes = budget_bytes - planned_bytes if planned_bytes else budget_bytes // _LEAST_SHARE
+        self.allowed_bytes = budget_bytes - planned_bytes if planned_bytes else budget_bytes // _BUDGET_SHARE
 
     @property
     def _bytes(self) -> int:
         return sum(managed.size_bytes for flight in self._flights for managed in flight.storages)
 
     def launching(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
-        """A collective is about to begin. Threads of its own have the system read and write the bytes, which
-        fails at a page that is away or protected: nothing brings it back then."""
+        """Hold the storages of a collective that is to be launched. Its threads access them by system calls,
+        which fail on an evicted or protected page; an instruction would fault and bring it back."""
         for managed in used:
             self._device.hold(managed, +1, managed in written)
             self._held.append(managed)
 
     def not_launched(self) -> None:
-        """It failed."""
+        """The launch failed: release its storages."""
         while self._held:
             self._device.hold(self._held.pop(), -1)
 
@@ -114,12 +114,12 @@ class Collectives:
         """A collective has returned.
 
         used, written   storages of its arguments
-        made            of its results: what it has allocated, the device holds already
+        made            of its results. What it allocated is held already
         """
         used = list(dict.fromkeys(used))
         fresh = [managed for managed in made if managed not in used]
         work = None if any(name in operator.name for name in _SILENT) else _work_of(result)
-        flight = _Flight(used + fresh, written or fresh, work)
+        flight = _InFlight(used + fresh, written or fresh, work)
         for managed in flight.storages:
             managed.pins += 1
         self._held.clear()  # they are held until it is done
@@ -130,7 +130,7 @@ class Collectives:
                 break
 
     def land(self, used: list[ManagedStorage]) -> None:
-        """See which are done: those, too, whose results the kernel uses that begins."""
+        """Release the collectives that are done: also those whose results the next kernel uses."""
         for flight in self._flights[:]:
             if flight.is_done or any(managed in used for managed in flight.writes):
                 self._flights.remove(flight)
@@ -140,11 +140,11 @@ class Collectives:
         self._kernels.in_flight = bool(self._flights)
 
     def wait(self) -> bool:
-        """Wait until one of them is done; False: none of them tells, or it takes too long."""
+        """Wait until a collective is done. False: none has a Work, or all take too long."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        telling = [flight for flight in self._flights if flight.work is not None]
+        waitable = [flight for flight in self._flights if flight.work is not None]
         before = len(self._flights)
-        while telling and time.monotonic() < deadline_s:
+        while waitable and time.monotonic() < deadline_s:
             self.land([])
             if len(self._flights) < before:
                 return True

@@ -109,7 +109,7 @@ class Drift:
 
 
 def with_rates_of(hardware: Hardware, moved: Sequence[Moved], step_s: float) -> Hardware:
-    """The machine with the rates that a step has had of its links, where it has used them enough to tell.
+    """The machine with the rates that a step measured, of links that it used enough.
 
     moved   what it moved, compressed and expanded
     """
@@ -129,7 +129,7 @@ def with_rates_of(hardware: Hardware, moved: Sequence[Moved], step_s: float) -> 
 
 
 def _slowness(hardware: Hardware, by_link: dict[str, Spans], step_s: float) -> dict[str, float]:
-    """Of each link that the step has used enough to tell."""
+    """How much slower than in ``hardware`` each link was, of those that the step used enough."""
     found = {link: hardware.slowness(link, spans) for link, spans in by_link.items()}
     return {
         link: slow

@@ -1,7 +1,7 @@
-"""A rank that fails tells the others, and one that waits for it in vain says which it was.
+"""A rank that fails publishes its error; ranks whose collectives then fail name it in theirs.
 
-The process group's key-value store has, for each start of a job, one `cause`: the rank that failed first, and
-its error. A rank that ended without a word is found by those on its machine, by its process.
+The process group's key-value store holds one `cause` for each start of a job: the rank that failed first, and
+its error. A rank that was killed is found by the others on its machine, which check its process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from penstock.core.job import attempt
+from penstock.core.job import restart_id
 from penstock.errors import RankFailed
 from penstock.runtime.ranks import shared_store, wait_until
 
@@ -29,9 +29,9 @@ logger = logging.getLogger("penstock")
 
 # A process that ends closes its connections a moment before others see that it has ended.
 _LOOK_S = 5.0
-_LEAVE_S = 2.0  # most that the store's keeper waits until the others have looked
+_READ_S = 2.0  # the rank that hosts the store waits this long for the others to read the cause
 
-_OF_A_GROUP = re.compile("gloo|nccl|process ?group", re.IGNORECASE)
+_COLLECTIVE_ERROR = re.compile("gloo|nccl|process ?group", re.IGNORECASE)
 
 _ENDED = (
     "its process has ended, and told no error: it was killed, or it left. Look at its messages, and at its "
@@ -52,21 +52,21 @@ class Cause(NamedTuple):
 
 
 class Job:
-    """This rank among the others. All of it goes through the store of the default process group."""
+    """What this rank and the others publish in the store of the default process group."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
         self.rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._prefix = f"penstock/failures/{attempt()}"
+        self._prefix = f"penstock/failures/{restart_id()}"
         self.pid = os.getpid()
         self._has_failed = False
         self._cause: Cause | None = None
-        if begun := _begun(self.pid):
-            store.set(self._process_key(self.rank), f"{self.pid} {begun}")
+        if started := _start_time(self.pid):
+            store.set(self._process_key(self.rank), f"{self.pid} {started}")
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """What fails inside is told to the others. Where another rank is the cause, RankFailed is raised."""
+        """Publish an error raised inside. Raise RankFailed instead where another rank is its cause."""
         if self._has_failed:  # and the program goes on
             self._has_failed = False
             self.store.delete_key(f"{self._prefix}/cause")
@@ -74,49 +74,49 @@ class Job:
             yield
         except BaseException as error:
             if cause := self.other_cause(error):
-                raise RankFailed(self.without(cause), cause.rank) from error
+                raise RankFailed(self.text(cause), cause.rank) from error
             raise
 
     def other_cause(self, error: BaseException) -> Cause | None:
-        """The rank that made a collective of this one fail. Where there is none, the others are told."""
+        """The other rank that made a collective of this one fail. None: this error was published instead."""
         if self._has_failed:
             return None
-        if _is_of_a_group(error) and (cause := self.cause(_LOOK_S)):
+        if _is_collective_error(error) and (cause := self.cause(_LOOK_S)):
             return cause
         with contextlib.suppress(RuntimeError):  # a store that does not answer
-            self._has_failed = self._tell(self.rank, _described(error)).rank == self.rank
+            self._has_failed = self._publish(self.rank, _described(error)).rank == self.rank
         return None
 
     def cause(self, wait_s: float) -> Cause | None:
-        """The rank that failed first, as soon as that is known; None: it is not, after so many seconds."""
+        """The rank that failed first. None: it is still unknown after ``wait_s``."""
         try:
-            if self._cause is None and wait_until(self._finds_cause, wait_s):
-                self._leave()
+            if self._cause is None and wait_until(self._has_cause, wait_s):
+                self._wait_for_readers()
         except RuntimeError:
             if self._cause is None and self.rank != 0 and not _agent_keeps_store():
                 self._cause = Cause(0, _KEEPER_ENDED)
         return self._cause
 
-    def _finds_cause(self) -> bool:
-        self._cause = self._known() or self._found()
+    def _has_cause(self) -> bool:
+        self._cause = self._published_cause() or self._find_dead_rank()
         return self._cause is not None
 
-    def without(self, cause: Cause) -> str:
+    def text(self, cause: Cause) -> str:
         return f"rank {self.rank} cannot go on: rank {cause.rank} failed: {cause.why}"
 
-    def _known(self) -> Cause | None:
+    def _published_cause(self) -> Cause | None:
         key = f"{self._prefix}/cause"
         return _parsed(self.store.get(key)) if self.store.check([key]) else None
 
-    def _tell(self, rank: int, why: str) -> Cause:
-        """The cause: this one, unless there was one before."""
+    def _publish(self, rank: int, why: str) -> Cause:
+        """Publish a cause unless there is one; returns the one that is published."""
         return _parsed(self.store.compare_set(f"{self._prefix}/cause", "", f"{rank} {why}"))
 
-    def _found(self) -> Cause | None:
-        """A rank of this machine whose process has ended."""
-        for rank, (pid, begun) in self._neighbours.items():
-            if _begun(pid) != begun:
-                return self._tell(rank, _ENDED)
+    def _find_dead_rank(self) -> Cause | None:
+        """Look for a rank on this machine whose process has ended."""
+        for rank, (pid, started) in self._neighbours.items():
+            if _start_time(pid) != started:
+                return self._publish(rank, _ENDED)
         return None
 
     @functools.cached_property
@@ -130,36 +130,36 @@ class Job:
         for rank in ranks:
             key = self._process_key(rank)
             if rank != self.rank and self.store.check([key]):
-                pid, begun = self.store.get(key).decode().split()
-                found[rank] = int(pid), begun
+                pid, started = self.store.get(key).decode().split()
+                found[rank] = int(pid), started
         return found
 
     def _process_key(self, rank: int) -> str:
         return f"{self._prefix}/{_machine()}/{rank}"
 
-    def _leave(self) -> None:
-        """Where the store ends with this process, wait a little until the others have looked."""
+    def _wait_for_readers(self) -> None:
+        """Where this process hosts the store, wait a little until the others have read the cause."""
         key = f"{self._prefix}/looked"
         self.store.add(key, 1)
         if self.rank == 0 and not _agent_keeps_store():
-            wait_until(lambda: self.store.add(key, 0) >= self._world - 1, _LEAVE_S)
+            wait_until(lambda: self.store.add(key, 0) >= self._world - 1, _READ_S)
 
-    def end(self) -> None:
-        """SIGTERM has come. torchrun sends it to all where one rank fails."""
+    def on_sigterm(self) -> None:
+        """Log the cause, or publish SIGTERM as one. torchrun sends it to all ranks when one fails."""
         if self._has_failed:
             return
         if cause := self.cause(0):
-            logger.error("%s", self.without(cause))
+            logger.error("%s", self.text(cause))
         else:
             with contextlib.suppress(RuntimeError):
-                self._tell(self.rank, _TERMINATED)
+                self._publish(self.rank, _TERMINATED)
 
 
-_job: Job | None = None  # of the process group there is
+_job: Job | None = None  # of the present process group
 
 
-def _joined() -> Job | None:
-    """None where this process has no others."""
+def _group_job() -> Job | None:
+    """The job of the present process group; None where there is none, or one rank."""
     global _job
     store = shared_store()
     if store is None:
@@ -171,55 +171,55 @@ def _joined() -> Job | None:
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
-    """What fails inside is told to the other ranks. Where one of them is the cause, RankFailed is raised."""
-    job = _joined()
+    """As `Job.shared`; without other ranks it does nothing."""
+    job = _group_job()
     with job.shared() if job is not None else contextlib.nullcontext():
         yield
 
 
-def listen(to_signals: bool) -> None:
-    """Where an error that nobody catches, or SIGTERM, ends this process, another rank may be the cause: name
-    it. A handler of the program's own stays."""
-    global _hook_before
-    if _joined() is None or threading.current_thread() is not threading.main_thread():
+def report_cause_at_exit(to_signals: bool) -> None:
+    """When an uncaught error ends this process, log the rank that caused it, if it was another.
+    ``to_signals``: also at SIGTERM, unless the program has a handler for it."""
+    global _previous_hook
+    if _group_job() is None or threading.current_thread() is not threading.main_thread():
         return
-    if sys.excepthook is not _uncaught:
-        _hook_before = sys.excepthook
-        sys.excepthook = _uncaught
+    if sys.excepthook is not _on_uncaught:
+        _previous_hook = sys.excepthook
+        sys.excepthook = _on_uncaught
     if to_signals and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminated)
+        signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-_hook_before = sys.excepthook
+_previous_hook = sys.excepthook
 
 
-def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     job = None if isinstance(error, RankFailed) else _own_job()
     cause = None if job is None else job.other_cause(error)
-    _hook_before(kind, error, trace)
+    _previous_hook(kind, error, trace)
     if job is not None and cause is not None:
-        logger.error("%s", job.without(cause))
-    if signal.getsignal(signal.SIGTERM) == _terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is said
+        logger.error("%s", job.text(cause))
+    if signal.getsignal(signal.SIGTERM) == _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the cause is logged
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    """End as without a handler."""
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Report the cause, then end as without a handler."""
     signal.signal(number, signal.SIG_DFL)
     if (job := _own_job()) is not None:
-        job.end()
+        job.on_sigterm()
     os.kill(os.getpid(), number)
 
 
 def _own_job() -> Job | None:
-    """None in a child, which has no connection of its own to the store."""
+    """None in a forked child, which has no connection of its own to the store."""
     return _job if _job is not None and _job.pid == os.getpid() else None
 
 
-def _is_of_a_group(error: BaseException) -> bool:
-    """Whether a collective has failed, as far as its error tells."""
+def _is_collective_error(error: BaseException) -> bool:
+    """Whether the error looks like one of a collective."""
     return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and _OF_A_GROUP.search(str(error)) is not None
+        type(error) is RuntimeError and _COLLECTIVE_ERROR.search(str(error)) is not None
     )
 
 
@@ -234,13 +234,13 @@ def _parsed(record: bytes) -> Cause:
 
 
 def _agent_keeps_store() -> bool:
-    """Whether torchrun's own process does; else rank 0 does."""
+    """Whether torchrun's agent hosts the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
 def _machine() -> str:
-    """Names what process numbers are unique in; processes that differ in it do not see each other."""
+    """Name of the PID namespace: only processes in the same one see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -248,8 +248,8 @@ def _machine() -> str:
         return "unknown"
 
 
-def _begun(pid: int) -> str:
-    """When the process began, which tells it from a later one of the same number; empty: it has ended."""
+def _start_time(pid: int) -> str:
+    """When the process started, to detect that its PID was reused; empty: it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

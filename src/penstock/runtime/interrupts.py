@@ -1,8 +1,8 @@
-"""Ctrl-C between the parts of a change of state, not inside of one.
+"""Defers Ctrl-C while the runtime changes state.
 
-Python raises KeyboardInterrupt in the main thread before any instruction: there a storage may be half way
-from one state to the next. While the runtime changes state, an interrupt is noted, and raised when the change
-is complete.
+Python raises KeyboardInterrupt in the main thread between any two instructions, where a storage may be half
+way from one state to the next. While the runtime changes state, an interrupt is recorded; it is raised when
+the change is complete.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class Interrupts:
-    """A handler of SIGINT that can wait. Entered, it defers; it may be entered again inside.
+    """A handler of SIGINT, and a reentrant context manager inside which it defers interrupts.
 
-    In any thread but the main one, and where SIGINT is ignored or left to the system, it does nothing. Of
-    two interrupts while it defers the second one is not held back: the first may have met a wait.
+    It does nothing in threads other than the main one, and where SIGINT is ignored or has its default action.
+    A second interrupt inside is not deferred: the program may hang in a wait.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Interrupts:
         self._pending = False
 
     def install(self) -> None:
-        """Take the place of the handler there is, which is called when it is time."""
+        """Replace the present handler, to which interrupts are passed on."""
         before = signal.getsignal(signal.SIGINT)
         if threading.get_ident() == self._main and callable(before):
             self._before = before
             signal.signal(signal.SIGINT, self._handle)
 
     def remove(self) -> None:
-        """Put the handler back, unless somebody else has put another one in place."""
+        """Restore the handler, unless the program has installed another one."""
         if threading.get_ident() == self._main and signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, self._before)
 
@@ -51,7 +51,7 @@ class Interrupts:
         self._before(signal.SIGINT, frame)
 
     def check(self) -> None:
-        """Raise what was deferred: in a wait, or where a change is complete."""
+        """Raise a deferred interrupt. For waits, and between changes of state."""
         if self._pending and threading.get_ident() == self._main:
             self._deliver()
 

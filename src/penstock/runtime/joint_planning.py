@@ -1,12 +1,11 @@
 """One plan for ranks that run the same step and wait for each other in its collectives.
 
-The model: ranks that carry out one plan wait for the same copies at the same places, so that their waits
-fall together; beyond that the step takes what it takes on the slowest of them. What a rank records of a
-collective includes that it waited for the others: only the rank that came last shows how long the collective
-itself takes.
+The model: ranks that follow one plan wait for the same copies at the same kernels, so that their waits
+overlap; beyond that, a step takes as long as on the slowest rank. The recorded time of a collective includes
+the wait for the other ranks: only the rank that came last shows how long the collective itself takes.
 
-The ranks exchange what they recorded through the process group's store. The first of those that ran the same
-kernels plans, for the slowest of them; the others carry its plan out.
+The ranks exchange their traces through the process group's store. The first of those that ran the same
+kernels leads: it plans for the slowest of them, and the others follow its plan.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.distributed
 from penstock.core import files
 from penstock.core.columns import BoolArray, FloatArray, IntArray
 from penstock.core.hardware import CODERS, LINKS, Hardware
-from penstock.core.job import attempt
+from penstock.core.job import restart_id
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile, PenstockError
@@ -38,7 +37,7 @@ _runs = itertools.count()
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A step as a rank has recorded it, with columns of its trace, and the machine it would plan for."""
+    """What one rank has recorded: columns of its trace, and the machine it would plan for."""
 
     kernel_time_s: FloatArray
     kernel_workspace_bytes: IntArray
@@ -50,12 +49,12 @@ class _Recorded:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """A plan for several ranks; or why there is none.
+class JointPlan:
+    """A plan for several ranks, as the leading rank publishes it; or why it could make none.
 
     step      digest of the step that it is for
     time_s    [K] kernel times that it was made for
-    error     why there is none
+    error     why there is no plan
     at_step   first step that follows it; 0: the next one
     """
 
@@ -67,9 +66,9 @@ class Agreed:
     at_step: int = 0
 
 
-def _waits(trace: Trace) -> BoolArray:
-    """[K] kernels whose times include that the rank waits for others: collectives, and what first touches the
-    results of one, before which the program has waited for it."""
+def _waiting_kernels(trace: Trace) -> BoolArray:
+    """[K] kernels whose times include waits for other ranks: collectives, and the first kernel that uses the
+    results of one."""
     waits = collective_kernels(trace)
     for kernel in np.flatnonzero(waits).tolist():
         for tensor in trace.outputs[kernel].tolist():
@@ -80,15 +79,14 @@ def _waits(trace: Trace) -> BoolArray:
 
 
 def _joint_trace(trace: Trace, every: Sequence[_Recorded]) -> Trace:
-    """A step that takes as long as that of several ranks which wait for each other, and as much memory as
-    any of them: sharding leaves some a little less, and storages that a collective used may live a little
-    longer.
+    """A trace for all ranks together. It needs as much memory as the rank that needs most: shards can differ
+    in size, and storages that a collective used may live a little longer.
 
-    Kernels take what they take on the slowest rank, but where a rank waits for others, what they take on the
-    one that waited least.
+    Kernels take as long as on the slowest rank; those that wait for other ranks, as on the rank that waited
+    least.
     """
     times_s = np.stack([recorded.kernel_time_s for recorded in every])
-    waits = _waits(trace)
+    waits = _waiting_kernels(trace)
     slowest = int(times_s[:, ~waits].sum(axis=1).argmax())
     return replace(
         trace.with_times(np.where(waits, times_s.min(axis=0), times_s[slowest])),
@@ -100,8 +98,8 @@ def _joint_trace(trace: Trace, every: Sequence[_Recorded]) -> Trace:
     )
 
 
-def _slowest(machines: Sequence[Hardware]) -> Hardware:
-    """A machine that has no more than any of these, and is no faster."""
+def _slowest_machine(machines: Sequence[Hardware]) -> Hardware:
+    """A machine with the least memory and the lowest rates of these."""
     first = machines[0]
     factors = {
         link: min(rates) / first.rate_bytes_per_s(link)
@@ -116,10 +114,10 @@ def _slowest(machines: Sequence[Hardware]) -> Hardware:
     )
 
 
-class Joint:
+class JointStep:
     """A step that several ranks have recorded, and plan together.
 
-    leads   whether this rank makes the plans, and tells the others; they carry them out
+    leads   whether this rank makes the plans, which the others follow
     """
 
     def __init__(self, store: Any, key: str, step: str, trace: Trace, recorded: list[str]) -> None:
@@ -128,9 +126,9 @@ class Joint:
         self.leads = bool(recorded)
         self._announced = 0
 
-    def agree(self, make: Callable[[Trace, Hardware], Plan], limit_s: float) -> Agreed | None:
-        """The plan of all these ranks, which ``make`` makes on the one that leads. None: none came within the
-        limit. Raises PenstockError where none could be made."""
+    def agree(self, make: Callable[[Trace, Hardware], Plan], limit_s: float) -> JointPlan | None:
+        """The plan of these ranks: the leading one makes it with ``make``, and publishes it. None: it did not
+        within ``limit_s``. Raises PenstockError where it could make none."""
         if self.leads:
             try:
                 every = [
@@ -138,27 +136,27 @@ class Joint:
                     for key in self._recorded
                 ]
                 self._trace = _joint_trace(self._trace, every)
-                hardware = _slowest([recorded.hardware for recorded in every])
+                hardware = _slowest_machine([recorded.hardware for recorded in every])
                 plan = make(self._trace, hardware)
             except PenstockError as error:
-                self._store.set(self._key, files.encoded(Agreed(self._step, error=str(error))))
+                self._store.set(self._key, files.encoded(JointPlan(self._step, error=str(error))))
                 raise
-            return self._tell(self._key, self._trace, hardware, plan)
+            return self._publish(self._key, self._trace, hardware, plan)
         if not wait_until(lambda: self._store.check([self._key]), limit_s):
             return None
         return self._read(self._key)
 
-    def fitting_all(self, trace: Trace) -> Trace:
-        """What to plan for on the rank that leads, where it has recorded the step again."""
+    def joint_trace(self, trace: Trace) -> Trace:
+        """The trace of all ranks, with the kernel times that this one, which leads, has recorded since."""
         return self._trace.with_times(trace.kernel_time_s)
 
     def announce(self, trace: Trace, hardware: Hardware, plan: Plan, at_step: int) -> None:
-        """Tell the others of a plan that was made again, and of the step that will be first to follow it."""
-        self._tell(f"{self._key}/{self._announced}", trace, hardware, plan, at_step)
+        """Publish a new plan, and the first step that is to follow it."""
+        self._publish(f"{self._key}/{self._announced}", trace, hardware, plan, at_step)
         self._announced += 1
 
-    def announced(self) -> Agreed | None:
-        """A plan that the rank which leads has announced since this was asked last."""
+    def announced(self) -> JointPlan | None:
+        """The next plan that the leading rank has announced, if there is one."""
         key = f"{self._key}/{self._announced}"
         try:
             if not self._store.check([key]):
@@ -168,13 +166,15 @@ class Joint:
         self._announced += 1
         return self._read(key)
 
-    def _tell(self, key: str, trace: Trace, hardware: Hardware, plan: Plan, at_step: int = 0) -> Agreed:
-        agreed = Agreed(self._step, trace.kernel_time_s, hardware, replace(plan, trace=None), at_step=at_step)
+    def _publish(self, key: str, trace: Trace, hardware: Hardware, plan: Plan, at_step: int = 0) -> JointPlan:
+        agreed = JointPlan(
+            self._step, trace.kernel_time_s, hardware, replace(plan, trace=None), at_step=at_step
+        )
         self._store.set(key, files.encoded(agreed))
         return agreed
 
-    def _read(self, key: str) -> Agreed:
-        agreed = files.decoded(Agreed, self._store.get(key), "the plan of another rank")
+    def _read(self, key: str) -> JointPlan:
+        agreed = files.decoded(JointPlan, self._store.get(key), "the plan of another rank")
         if agreed.error:
             raise PenstockError(agreed.error)
         if agreed.step != self._step or len(agreed.time_s) != self._trace.kernels or agreed.plan is None:
@@ -185,19 +185,19 @@ class Joint:
 class JointPlanning:
     """The ranks of a run that plan together; each records the same steps in the same order.
 
-    options   what else has to be equal for a plan to fit all: budget, policy, liberties
+    options   what must be equal on all ranks besides the trace: budget, policy, what plans may do
     """
 
     def __init__(self, store: Any, options: str) -> None:
         self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._options = options
         self._store = store
-        self._key = f"penstock/plans/{attempt()}/{next(_runs)}"
+        self._key = f"penstock/plans/{restart_id()}/{next(_runs)}"
         self._rounds = itertools.count()
         self._is_over = False
 
-    def join(self, trace: Trace, hardware: Hardware) -> Joint | None:
-        """Meet the ranks that recorded this step. None: this one plans for itself."""
+    def join(self, trace: Trace, hardware: Hardware) -> JointStep | None:
+        """Find the ranks that recorded the same step. None: this rank plans for itself."""
         if self._is_over or not collective_kernels(trace).any():
             return None
         key = f"{self._key}/{next(self._rounds)}"
@@ -224,10 +224,10 @@ class JointPlanning:
             self._end(str(error))
             return None
         keys = [f"{key}/recorded/{rank}" for rank in alike] if alike[0] == self._rank else []
-        return Joint(self._store, f"{key}/plan/{step}", step, trace, keys)
+        return JointStep(self._store, f"{key}/plan/{step}", step, trace, keys)
 
     def _digest(self, trace: Trace) -> str:
-        """Of what has to be equal in the ranks' traces for one plan to fit them."""
+        """Hash of what must be equal on all ranks for one plan to fit them."""
         found = hashlib.sha256(self._options.encode())
         found.update("\n".join(trace.kernel_name).encode())
         for values in (
@@ -245,7 +245,7 @@ class JointPlanning:
         logger.warning("this rank plans for itself, not together with the others: %s", why)
 
 
-def with_ranks(options: str) -> JointPlanning | None:
-    """The ranks of the process group; None where there is none, or one rank."""
+def open_joint_planning(options: str) -> JointPlanning | None:
+    """None where there is no process group, or one rank."""
     store = shared_store()
     return None if store is None else JointPlanning(store, options)

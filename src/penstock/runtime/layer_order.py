@@ -62,7 +62,7 @@ def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def layer_by_layer(
     bodies: Sequence[Callable[[], Any]], blocks: Iterable[torch.nn.Module], interrupts: Interrupts
 ) -> list[Any]:
-    """Run forward and backward of each part, handing over at the blocks. Gives what they return.
+    """Run forward and backward of each part, handing over at the blocks. Returns their results.
 
     Raises what the first of them raises, and KeyboardInterrupt, when all their threads have ended; and
     InvalidArgument where the parts do not pass the same blocks, or keep something in them.
@@ -142,8 +142,8 @@ class _Turns:
                 self._over.set()
 
     def hand_over(self, boundary: Boundary) -> None:
-        """The part of this thread has come to a boundary: the next one goes on. Gives back when it is its
-        turn again."""
+        """The part of this thread has come to a boundary: let the next one run. Returns when it is its turn
+        again."""
         part = getattr(self._own, "part", None)
         if part is None:
             return
@@ -220,7 +220,7 @@ def _require_nothing_kept(blocks: Iterable[torch.nn.Module]) -> None:
 
 
 def _state_of_this_thread() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What torch keeps for each thread, as it is now: a context that gives it to another one.
+    """Capture torch's thread-local state. Returns a context manager that sets it in another thread.
 
     Backward then runs in the thread that calls it, on an accelerator too.
     """

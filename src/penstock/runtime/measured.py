@@ -1,4 +1,4 @@
-"""What was measured of steps, in the terms of the simulator."""
+"""Measurements of steps, in the terms of the simulator."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LAST_STEPS = 1000
 
 
 class MeasuredStep(NamedTuple):
-    """What one step did, but for the time that it took.
+    """Measurements of one step, except its time.
 
-    moved                          copied, compressed and expanded
-    stall_s                        kernels waited
-    clock_s                        spent by the clock, on so many ``operators``
-    recomputed_bytes, recompute_s  made by running kernels again
-    unrecomputed                   tensors that moved instead
+    moved                          its copies, compressions and expansions
+    stall_s                        time that kernels waited
+    clock_s                        overhead of the runtime's clock on ``operators`` operators
+    recomputed_bytes, recompute_s  of tensors that were recomputed
+    unrecomputed                   tensors that were evicted, as they could not be recomputed
     swapped_out_bytes, swapped_in_bytes   moved by the arena itself, unplanned
     """
 
@@ -43,10 +43,10 @@ class MeasuredStep(NamedTuple):
 
 
 class MeasuredSteps:
-    """What the steps of one kind took: the latest ones, and the last of them.
+    """Measurements of the latest steps of one kind.
 
-    planned_s, stalls_s   of those that followed a plan, and were not recorded
-    clock_s               of those that were not recorded
+    planned_s, stalls_s   times and stalls of steps that followed a plan, and were not recorded
+    clock_s               of steps that were not recorded
     """
 
     last: MeasuredStep
@@ -58,7 +58,7 @@ class MeasuredSteps:
         self.last_step_s = 0.0
 
     def figures(self, device: Device) -> dict[str, Any]:
-        """For a report, by name."""
+        """Figures for a report, by name."""
         last, moved = self.last, self.last.moved
         return {
             "step_s": statistics.median(self.planned_s or [self.last_step_s]),
@@ -77,7 +77,7 @@ class MeasuredSteps:
 
 
 def rates(moved: Sequence[Moved]) -> dict[str, float]:
-    """Bytes per second of each link, and of what compresses and expands, while it moved something."""
+    """Bytes per second of each link, and of compression and expansion, while it was busy."""
     rates = {}
     for link in sorted({transfer.link for transfer in moved}):
         took_s = busy_s(
@@ -94,7 +94,7 @@ def moved_bytes(moved: Sequence[Moved], link: str) -> int:
 
 
 def moved_bytes_by_kind(moved: Sequence[Moved], link: str) -> dict[str, int]:
-    """Bytes that crossed a link, by what the tensors are."""
+    """Bytes that crossed a link, by kind of tensor."""
     totals = dict.fromkeys(("weight", "gradient", "optimizer_state", "activation"), 0)
     for transfer in moved:
         if transfer.link == link:

@@ -112,7 +112,7 @@ class Splitter:
         """The parts of the batch.
 
         loss      of a part, where the size is to be chosen
-        machine   gives the other arguments of `choose`
+        machine   returns the other arguments of `choose`
         """
         count = samples(batch)
         if self.wanted == AUTO and not self.size:

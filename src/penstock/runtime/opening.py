@@ -1,4 +1,4 @@
-"""Opening a run: what was given is checked, the machine probed, and the parts of the run made."""
+"""Opens a run: checks the arguments, probes the machine, and makes the parts of the run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.capture.operators import storages_in
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import device_name, probe
 from penstock.capture.roofline import measure_cpu
-from penstock.core.arguments import described, require_kinds
+from penstock.core.arguments import described, require_types
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
-from penstock.errors import InvalidArgument, SpillError
+from penstock.errors import BudgetTooSmall, InvalidArgument, SpillError
 from penstock.machine import available_bytes
 from penstock.options import BatchOptions, Directories, IoOptions, PlanOptions
 from penstock.planners import require_policy
@@ -32,7 +32,7 @@ from penstock.runtime.run import Offload
 from penstock.runtime.steps import StepKinds
 from penstock.storage.nvme.url import Url
 from penstock.storage.spill import SpillSpace, as_paths
-from penstock.units import format_bytes, share_bytes
+from penstock.units import format_bytes, format_bytes_up, share_bytes
 
 PROBE_S = 2.0
 
@@ -58,9 +58,9 @@ def open_run(
     planning: PlanOptions,
     batches: BatchOptions,
 ) -> Offload:
-    """What `penstock.offload` returns, of what it was given."""
+    """The implementation of `penstock.offload`."""
     with failures.shared(), _system_errors_hidden(), contextlib.ExitStack() as undo:
-        _require_kinds(model, optimizer, plan, hardware)
+        _require_types(model, optimizer, plan, hardware)
         require_policy(planning.policy)
         if plan is not None and plan.lossy not in (None, planning.lossy):
             raise InvalidArgument(
@@ -74,7 +74,7 @@ def open_run(
         if device_budget == 0:
             raise InvalidArgument(f"a device_budget of {device_budget} bytes is not one: give more than 0")
         open_runs.give_back_lingering()
-        processes = ranks.on_this_machine()
+        processes = ranks.local_world_size()
         remote = next((place for place in spill_dirs if isinstance(place, Url)), None)
         if remote is not None and processes > 1:
             raise InvalidArgument(
@@ -85,7 +85,8 @@ def open_run(
             disk_budget //= processes
         name = _device_of(model, device)
         on_cpu = name.type == "cpu"
-        failures.listen(to_signals=on_cpu)  # on a GPU, a collective that hangs could hold them up
+        # On a GPU a hanging collective could delay signals.
+        failures.report_cause_at_exit(to_signals=on_cpu)
         if on_cpu and AUTO in (splitter.wanted, splitter.order):
             measure_cpu()  # now, while there is no budget to keep
         resident.release_free_memory()
@@ -96,7 +97,7 @@ def open_run(
             _warn_if_memory_ends_before(device_budget, held_bytes)
             if host_budget is not None:
                 logger.warning(NO_HOST_TIER)
-        # Before the run has the spill space: a namespace is one run's alone.
+        # Before the run opens the spill space: only one run can have a namespace.
         probed = hardware is None
         machine = _probe_together(spill_dirs, name, processes) if hardware is None else hardware
         accelerator = device_name(str(name))
@@ -122,15 +123,24 @@ def open_run(
             disk_bytes=machine.disk_bytes // processes if disk_budget is None else disk_budget,
         )
         peak_is_known = resident.reset_peak()
-        together = joint_planning.with_ranks(f"{device_budget} {planning}")
+        together = joint_planning.open_joint_planning(f"{device_budget} {planning}")
         kinds = StepKinds(planning, hardware, together, made.spare_bytes, measures=probed)
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)
         if on_cpu and host_budget is not None:
             run.notes = (NO_HOST_TIER,)
-        for tensor, kind in _known_tensors(model, optimizer):
-            run._clock.know(tensor, kind)
+        try:
+            for tensor, kind in _known_tensors(model, optimizer):
+                run._clock.know(tensor, kind)
+        except BudgetTooSmall as error:
+            need = format_bytes_up(error.minimum_bytes)
+            raise BudgetTooSmall(
+                f"a tensor of the model or its optimizer takes {need} alone; the device budget is "
+                f"{format_bytes(device_budget)}. Raise it above {need}: kernels use other tensors beside it. "
+                "No run was opened.",
+                error.minimum_bytes,
+            ) from None
         resident.release_free_memory()  # what they took before
         undo.pop_all()
         run._begin()
@@ -142,12 +152,12 @@ def _system_errors_hidden() -> Iterator[None]:
     try:
         yield
     except SpillError as error:
-        raise error from None  # it names the system's own error
+        raise error from None  # its text contains the system's error
 
 
 def _probe_together(spill_dirs: Sequence[Path | Url], device: torch.device, processes: int) -> Hardware:
-    """The machine as this process gets it, where each of them uses its links at the same time."""
-    together = ranks.meet(processes)
+    """Probe the machine in all its processes at the same time, for the rates that each gets meanwhile."""
+    together = ranks.wait_for_local_ranks(processes)
     machine = probe(spill_dirs, device=str(device), time_budget_s=PROBE_S)
     return (
         machine
@@ -170,7 +180,7 @@ def device_budget_bytes(
 
 
 def _warn_if_memory_ends_before(budget_bytes: int, held_bytes: int) -> None:
-    """Where the system would end this process. ``held_bytes`` of the budget are in use already."""
+    """Warn where the budget exceeds the memory that is left. ``held_bytes`` of it are in use already."""
     left_bytes = available_bytes() + held_bytes
     if budget_bytes > left_bytes:
         logger.warning(
@@ -217,9 +227,9 @@ def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | 
     return sum(storages.values())
 
 
-def _require_kinds(model: object, optimizer: object, plan: object, hardware: object) -> None:
+def _require_types(model: object, optimizer: object, plan: object, hardware: object) -> None:
     given = {"plan": plan, "hardware": hardware}
-    require_kinds(**{name: value for name, value in given.items() if value is not None})
+    require_types(**{name: value for name, value in given.items() if value is not None})
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
             f"model is {described(model)}: give a torch.nn.Module; of several, a torch.nn.ModuleList"

@@ -1,7 +1,7 @@
-"""What a kernel that has not run yet will take: the bytes of its results, told by fake tensors.
+"""Predicts the memory that a kernel will allocate: the bytes of its results, by fake tensors, and workspace.
 
-For devices that cannot refuse memory while a kernel runs. Results are inferred once for each operator and
-each set of shapes, types and other arguments; workspace is what the operator was seen to take.
+For devices that cannot fail an allocation while a kernel runs. Results are inferred once for each operator
+and each set of shapes, dtypes and other arguments; workspace is the most that the operator has used so far.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.capture.operators import storages_in, tensors_in
 
-# So many answers are kept: shapes that change at every step must not fill memory.
-MOST_ANSWERS = 1 << 14
+# Most results cached: shapes that change at every step must not fill memory.
+MOST_CACHED = 1 << 14
 
-# Collectives of these write to what they are given. To try one is to take part in it.
-_TAKE_NOTHING = ("c10d", "penstock")
+# Namespaces of collectives that write to their arguments. Running one on fake tensors would communicate.
+_ALLOCATE_NOTHING = ("c10d", "penstock")
 
 _VALUES: tuple[type, ...] = (int, float, bool, str, complex, type(None))
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Needs:
-    """Infers, and remembers, what kernels take.
+    """Predicts the bytes that kernels allocate, and caches the results.
 
-    inferred   answers that were computed, not remembered
+    inferred   cache misses
     """
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=False)
-        self._answers: dict[Any, int | None] = {}
+        self._cache: dict[Any, int | None] = {}
         self._results: dict[Any, int] = {}  # by operator: bytes of its latest results
         self._workspaces: dict[Any, int] = {}  # by operator: most it was seen to take
         self.inferred = 0
 
     def bytes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
-        """Bytes that the kernel takes beyond its arguments. Where its results cannot be told before it runs,
-        it is what the operator took last, or as much as its arguments."""
+        """Bytes that the kernel will allocate. Where its results cannot be inferred, those of the operator's
+        last call, or the size of its arguments."""
         kwargs = kwargs or {}
         key = (operator, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items()))
         try:
-            result_bytes = self._answers[key]
+            result_bytes = self._cache[key]
         except KeyError:
-            if len(self._answers) >= MOST_ANSWERS:
-                self._answers.clear()
-            result_bytes = self._answers[key] = self._infer(operator, args, kwargs)
-        except TypeError:  # an argument that cannot be remembered
+            if len(self._cache) >= MOST_CACHED:
+                self._cache.clear()
+            result_bytes = self._cache[key] = self._infer(operator, args, kwargs)
+        except TypeError:  # an unhashable argument
             result_bytes = self._infer(operator, args, kwargs)
         if result_bytes is None:
             result_bytes = self._results.get(operator)
@@ -60,7 +60,7 @@ class Needs:
         return result_bytes + self._workspaces.get(operator, 0)
 
     def add(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
-        """What a kernel took."""
+        """Record what a kernel has allocated."""
         self._results[operator] = result_bytes
         if workspace_bytes:
             self._workspaces[operator] = max(workspace_bytes, self._workspaces.get(operator, 0))
@@ -68,12 +68,12 @@ class Needs:
     def _infer(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return 0  # set_, whose storages fake tensors refuse
-        if operator.namespace in _TAKE_NOTHING:
+        if operator.namespace in _ALLOCATE_NOTHING:
             return 0
         self.inferred += 1
         mode = self._mode
         try:
-            # Other modes of the program must not see what is only tried.
+            # Dispatch modes of the program must not see this call.
             with _disable_current_modes(), mode, torch.no_grad():
                 fake_args, fake_kwargs = tree_map_only(torch.Tensor, _fake, (args, kwargs))
                 given = {storage._cdata for storage in storages_in((fake_args, fake_kwargs))}
@@ -88,14 +88,14 @@ class Needs:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape, with a storage of its own. Called inside the mode."""
+    """A tensor of the same shape, with its own storage. Called inside the fake mode."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
-            return object()  # never met again
+            return object()  # equal to no other key
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))

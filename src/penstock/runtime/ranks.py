@@ -1,4 +1,4 @@
-"""The processes of a job on one machine: they share its links, and its budgets are divided among them."""
+"""The ranks of a job on this machine, which share its links and divide its memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 import torch.distributed
 
-from penstock.core.job import attempt
+from penstock.core.job import restart_id
 from penstock.errors import InvalidArgument
 from penstock.options import Explorers, read
 from penstock.storage.spill import SpillSpace
 
 logger = logging.getLogger("penstock")
 
-# Processes of one job begin at about the same time. They wait so long for each other.
+# Processes of one job start at about the same time. They wait this long for each other.
 WAIT_S = 30.0
 _LONGEST_PAUSE_S = 0.05
 
-_meetings = itertools.count()
+_barriers = itertools.count()
 
 
-def on_this_machine() -> int:
-    """How many processes of this job there are on this machine, as torchrun says; 1 without it."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if not said.isdigit() or int(said) < 1:
+def local_world_size() -> int:
+    """Processes of this job on this machine: torchrun's LOCAL_WORLD_SIZE; 1 without torchrun."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not value.isdigit() or int(value) < 1:
         raise InvalidArgument(
-            f"the environment variable LOCAL_WORLD_SIZE is {said!r}: give a number of processes"
+            f"the environment variable LOCAL_WORLD_SIZE is {value!r}: give a number of processes"
         )
-    return int(said)
+    return int(value)
 
 
 def shared_store() -> Any:
@@ -45,7 +45,7 @@ def shared_store() -> Any:
 
 
 def share_io_costs(spill: SpillSpace, explorers: Explorers) -> bool:
-    """Share what is learned of I/O paths with the other ranks. False: there is no process group of several.
+    """Share measured costs of I/O paths with the other ranks. False: there are no other ranks.
 
     Raises InvalidArgument for other explorers.
     """
@@ -56,8 +56,8 @@ def share_io_costs(spill: SpillSpace, explorers: Explorers) -> bool:
     return store is not None
 
 
-def meet(processes: int) -> bool:
-    """Wait until all of them on this machine are here. False: they cannot be waited for, or do not come."""
+def wait_for_local_ranks(processes: int) -> bool:
+    """A barrier of the processes on this machine. False: no process group, or not all came in time."""
     if processes == 1:
         return True
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -69,7 +69,7 @@ def meet(processes: int) -> bool:
         )
         return False
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = f"penstock/meet/{attempt()}/{socket.gethostname()}/{next(_meetings)}"
+    key = f"penstock/barrier/{restart_id()}/{socket.gethostname()}/{next(_barriers)}"
     store.add(key, 1)
     if wait_until(lambda: store.add(key, 0) >= processes, WAIT_S):
         return True
@@ -83,11 +83,11 @@ def meet(processes: int) -> bool:
     return False
 
 
-def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
-    """Whether it is so within the limit. It is asked again and again, at least once: a wait in a store would
-    keep other threads from it."""
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Poll until ``condition()`` is true; False: not within the limit. For conditions on a store, whose own
+    `wait` blocks other threads."""
     deadline_s, pause_s = time.monotonic() + limit_s, 1e-3
-    while not is_so():
+    while not condition():
         if time.monotonic() > deadline_s:
             return False
         time.sleep(pause_s)

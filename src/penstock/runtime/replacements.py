@@ -1,8 +1,8 @@
-"""What a run puts in the places of torch's and Triton's own functions while it is open.
+"""Patches of torch and Triton while a run is open.
 
-On an accelerator graphs of kernels are refused: they are recorded with their tensors' addresses and replayed,
-and an address lasts until its tensor leaves. Kernels of Triton that the program launches itself are seen, as
-torch sees none of them.
+On an accelerator CUDA graphs are refused: they replay kernels with recorded addresses, which change when
+tensors are evicted. Triton kernels that the program launches are intercepted, as dispatch modes do not see
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch._inductor.config as inductor
 from penstock.capture.operators import tensors_in
 from penstock.errors import InvalidArgument
 
-# What records or replays: an object of torch's, and its names.
+# What records or replays graphs: an object of torch, and its attributes.
 _ENTRIES = (
     ("accelerator.Graph", ("capture_begin", "replay")),
     ("cuda", ("make_graphed_callables",)),
@@ -31,7 +31,7 @@ _ENTRIES = (
 
 
 def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until ``undo`` is closed ``owner`` has this by that name; then what it had, or inherited, again."""
+    """Set an attribute until ``undo`` is closed, which restores the old value, or the inherited one."""
     if name in vars(owner):
         undo.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -47,7 +47,7 @@ def _refuse(name: str, instead: str) -> NoReturn:
 
 
 class _NoGraphs:
-    """A torch._inductor.cudagraph_utils.CUDAGraphPolicy. torch.compile asks it before it runs anything."""
+    """A torch._inductor.cudagraph_utils.CUDAGraphPolicy that refuses graphs of torch.compile."""
 
     def should_wrap(self, compiled_graph: Any) -> bool:
         return True
@@ -64,7 +64,7 @@ class _NoGraphs:
 
 @contextlib.contextmanager
 def graphs_refused() -> Iterator[None]:
-    """Meanwhile recording and replaying raise InvalidArgument."""
+    """Inside, recording or replaying a graph raises InvalidArgument."""
     with contextlib.ExitStack() as undo:
         for path, names in _ENTRIES:
             module, _, kind = path.partition(".")
@@ -72,26 +72,26 @@ def graphs_refused() -> Iterator[None]:
             owner = getattr(owner, kind, None) if kind else owner
             for name in names:
                 if hasattr(owner, name):
-                    replace(undo, owner, name, _refusing(f"torch.{path}", name))
+                    replace(undo, owner, name, _refusal(f"torch.{path}", name))
         if hasattr(inductor, "cudagraph_policy"):
             undo.enter_context(inductor.patch("cudagraph_policy", _NoGraphs()))
-        else:  # an older torch, which asks nobody
+        else:  # an older torch without policies
             compiler = importlib.import_module("torch._inductor.compile_fx")
             replace(undo, compiler, "cudagraphify", _NoGraphs().cudagraphify)
         yield
 
 
-def _refusing(path: str, name: str) -> Callable[..., NoReturn]:
-    def refusing(*_: Any, **__: Any) -> NoReturn:
+def _refusal(path: str, name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         _refuse(path if name == "__enter__" else f"{path}.{name}", "Run the kernels without one.")
 
-    return refusing
+    return refuse
 
 
 @contextlib.contextmanager
 def triton_kernels_seen(present: Callable[..., contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Meanwhile the tensors that such a kernel is given are on the device when it is launched, and count as
-    written: nobody knows which are."""
+    """Inside, the tensors passed to a Triton kernel are on the device at its launch. All count as written:
+    nothing declares which are."""
     try:
         kind = importlib.import_module("triton.runtime.jit").JITFunction
     except ImportError:

@@ -1,4 +1,4 @@
-"""Plans that are made again while a run goes on, since rates or kernel times have drifted."""
+"""Plans again in the background where rates or kernel times have drifted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.runtime.drift import Drift
 from penstock.runtime.measured import MeasuredStep
 from penstock.runtime.step_planner import MOST_STEPS, StepKind, StepPlanner
 
-# Of steps whose kernel times have drifted, so many are recorded.
+# Steps to record where kernel times have drifted.
 RECORDINGS_OF_DRIFT = 2
 
-# Ranks take a new plan so many steps after it was announced: by then each of them has seen it.
+# Ranks follow a new plan this many steps after it was announced: by then all of them have read it.
 STEPS_AHEAD = 2
 
 logger = logging.getLogger("penstock")
@@ -31,7 +31,7 @@ class NewPlan(NamedTuple):
 
 
 class Replanning:
-    """Makes new plans in the background, one at a time, and has them followed between two steps."""
+    """Makes new plans in the background, one at a time. They come into force between two steps."""
 
     def __init__(self, planner: StepPlanner) -> None:
         self._planner = planner
@@ -40,7 +40,7 @@ class Replanning:
         self._ready: list[NewPlan] = []
 
     def add_step(self, kind: StepKind, step: MeasuredStep, step_s: float) -> None:
-        """A step of this kind that was not recorded is over: plan again where something has drifted."""
+        """An unrecorded step of this kind has ended: plan again where something has drifted."""
         plan = kind.plan
         if kind.fixed or kind.recordings_left or plan is None or not (plan.evictions or plan.recomputations):
             return
@@ -58,7 +58,7 @@ class Replanning:
             self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware))
 
     def recorded(self, kind: StepKind) -> None:
-        """All steps of this kind are recorded that were to be, since kernel times had drifted."""
+        """Enough steps of a kind with drifted kernel times were recorded: plan again."""
         trace, drift = kind.recorded, kind.drift
         assert trace is not None and drift is not None
         kind.recorded = None
@@ -67,7 +67,7 @@ class Replanning:
             self._begin(kind, lambda: self._planner.again(kind, trace, hardware))
 
     def _begin(self, kind: StepKind, make: Callable[[], StepKind]) -> None:
-        """The plan in force is followed meanwhile."""
+        """Start planning. The plan in force is followed meanwhile."""
         self._thread = _Planning(kind, make)
         try:
             self._thread.start()
@@ -75,10 +75,10 @@ class Replanning:
             self._thread.error = error
 
     def begin_step(self, kinds: Sequence[StepKind]) -> list[NewPlan]:
-        """The plans that are followed from this step on, made here or by another rank. Called between two
+        """The plans that come into force with this step, made here or by another rank. Called between two
         steps.
 
-        kinds   all that are known
+        kinds   all known kinds of step
         """
         self._steps += 1
         if self._thread is not None and not self._thread.is_alive():
@@ -92,7 +92,7 @@ class Replanning:
         return due
 
     def _take(self, planned: _Planning, is_known: bool) -> None:
-        """A plan was made, or could not be."""
+        """Take the result of a planning thread."""
         kind, made = planned.kind, planned.made
         kind.steps, kind.least_steps, kind.drift = 0, min(2 * kind.least_steps, MOST_STEPS), None
         if made is None:
@@ -106,7 +106,7 @@ class Replanning:
         self._ready.append(NewPlan(kind, made, at_step))
 
     def _ask_leader(self, kind: StepKind) -> None:
-        """Whether the rank that leads has planned again for all."""
+        """Take a new plan that the leading rank has announced."""
         try:
             if (announced := self._planner.announced(kind)) is not None:
                 self._ready.append(NewPlan(kind, *announced))
@@ -114,7 +114,7 @@ class Replanning:
             logger.warning("the other ranks' new plan does not fit here, and the last one is kept: %s", error)
 
     def close(self) -> None:
-        """Wait until nothing is planned any more: no longer than planning may take."""
+        """Wait for the planning thread, no longer than planning may take."""
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         self._thread = None

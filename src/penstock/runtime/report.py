@@ -129,7 +129,7 @@ class Report:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Name, predicted, measured."""
-        return [
+        rows = [
             ("peak on the device", format_bytes(self.predicted_peak_bytes), format_bytes(self.peak_bytes)),
             ("step time", format_seconds(self.predicted_step_s), format_seconds(self.step_s)),
             ("of which stalled", format_seconds(self.predicted_stall_s), format_seconds(self.stall_s)),
@@ -139,6 +139,9 @@ class Report:
                 format_bytes(self.evicted_bytes),
             ),
         ]
+        if not self.predicted_peak_bytes:
+            return [(name, "no plan", measured) for name, _, measured in rows]
+        return rows
 
     def __repr__(self) -> str:
         return (

@@ -104,7 +104,7 @@ class Offload:
         """One iteration: forward, backward and the optimizer's step go inside.
 
         kind   a name for this kind of step, such as "evaluation", where there are several: each has a
-               plan of its own. None: it is told by the operators that run
+               plan of its own. None: kinds are distinguished by their operators
 
         Raises BudgetTooSmall where a kernel's own tensors do not fit (at the end of the first step, where
         they are small ones that cannot leave and were needed at once), what the storage raises, and
@@ -242,7 +242,7 @@ class Offload:
             batch_loss = run.accumulate(batch, loss, blocks=model)
             optimizer.step()
 
-        Gives the mean of the losses, without its graph. In the order of layers, ``loss(part)`` and its
+        Returns the mean of the losses, without its graph. In the order of layers, ``loss(part)`` and its
         backward run on threads, one at a time, which hand over to each other before each block and after the
         last one. The bits are those of one part after the other, unless random numbers are drawn, which is
         logged once. The loss must not keep what it needs later in a module's attributes, where the next part
@@ -379,7 +379,7 @@ class Offload:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
         return Report(
             device=str(self._device_name),
-            processes=ranks.on_this_machine(),
+            processes=ranks.local_world_size(),
             notes=self.notes,
             reason=predicted.pop("reason", "") or planner.refusal or "no plan could be made",
             memory_manager=self._device.memory_manager,

@@ -22,7 +22,7 @@ from penstock.planners import refuse_below_minimum
 from penstock.runtime import resident
 from penstock.runtime.collectives import in_flight_bytes
 from penstock.runtime.drift import Drift
-from penstock.runtime.joint_planning import Agreed, Joint, JointPlanning
+from penstock.runtime.joint_planning import JointPlan, JointPlanning, JointStep
 from penstock.runtime.ranks import WAIT_S
 from penstock.runtime.report import NO_POLICY
 from penstock.runtime.schedule import Schedule, schedule, unplanned
@@ -77,7 +77,7 @@ class StepKind:
     recorded: Trace | None = None
     least_steps: int = LEAST_STEPS
     steps: int = 0
-    joint: Joint | None = None
+    joint: JointStep | None = None
 
     def has_grown(self, tensor_bytes: int) -> bool:
         """Whether a step whose tensors take so much is too large for the trace."""
@@ -159,7 +159,7 @@ class StepPlanner:
         """The kind of step with a plan for what was measured: a new one, or that in force if it is as good
         still. Called on a thread of its own. Raises PenstockError."""
         assert kind.plan is not None
-        fits_all = trace if kind.joint is None else kind.joint.fitting_all(trace)
+        fits_all = trace if kind.joint is None else kind.joint.joint_trace(trace)
         plan = self._plan(fits_all, hardware, max(planning_s(trace), LEAST_IN_BACKGROUND_S))
         before = replace(kind.plan, trace=fits_all)
         if not check(fits_all, before, hardware):
@@ -210,7 +210,7 @@ class StepPlanner:
             time_limit_s=time_limit_s,
         )
 
-    def _agreed(self, trace: Trace, agreed: Agreed, joint: Joint) -> StepKind:
+    def _agreed(self, trace: Trace, agreed: JointPlan, joint: JointStep) -> StepKind:
         """With the plan of several ranks. Raises InvalidPlan."""
         assert agreed.plan is not None and agreed.hardware is not None
         kind = self._checked(trace.with_times(agreed.time_s), agreed.plan, agreed.hardware)

@@ -31,7 +31,7 @@ logger = logging.getLogger("penstock")
 
 
 class StepKinds:
-    """Every kind of step that a run has met, under the names that the user gives them, or None.
+    """The kinds of step that a run has had, by the names that the user gives them, or None.
 
     planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself

@@ -1,7 +1,7 @@
-"""Other algorithms that PyTorch has for a kernel: which there are, how one runs, and what it costs here.
+"""Other algorithms of PyTorch for a kernel: which exist, how to run one, and what it costs here.
 
-Each gives the result of the kernel in the same layout, in other bits: those that PyTorch gives under the
-settings of torch.backends and torch.nn.attention that the names stand for.
+Each returns the kernel's result in the same layout, but not with the same bits: with those of the settings of
+torch.backends and torch.nn.attention that its name stands for.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Arguments = Mapping[str, Any]
 # -- how each runs ---------------------------------------------------------------------------------
 
 
-def _under(
+def _setting(
     read: Callable[[], bool], write: Callable[[bool], None], on: bool
 ) -> Callable[[Any, Arguments], Any]:
-    """As under a setting of torch.backends, without its warnings."""
+    """Run a kernel under a setting of torch.backends, without its warnings."""
 
     def run(operator: Any, given: Arguments) -> Any:
         before = read()
@@ -51,7 +51,7 @@ def _under(
 
 
 def _math_attention(operator: Any, given: Arguments) -> Any:
-    """As under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), in the layout of the fused kernel."""
+    """Run it as torch.nn.attention.sdpa_kernel(SDPBackend.MATH) does, in the layout of the fused kernel."""
     inputs = given["query"], given["key"], given["value"]
     causal, scale = given["is_causal"], given["scale"]
 
@@ -69,11 +69,11 @@ def _math_attention(operator: Any, given: Arguments) -> Any:
         query, key, _ = inputs
         made = attention(*inputs), _log_sum_exp(query, key, causal, scale)
     shapes = operator(**{name: _shape_only(value) for name, value in given.items()})
-    return tuple(_laid_out(tensor, shape) for tensor, shape in zip(made, shapes, strict=True))
+    return tuple(_with_layout_of(tensor, shape) for tensor, shape in zip(made, shapes, strict=True))
 
 
 def _log_sum_exp(query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
-    """[batch, head, query] what the fused kernel's backward reads."""
+    """[batch, head, query] as the fused kernel's backward reads it."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.matmul(query.float() * factor, key.float().transpose(-2, -1))
     if causal:
@@ -99,7 +99,7 @@ def _shape_only(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _laid_out(tensor: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+def _with_layout_of(tensor: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     if tensor.stride() == shape.stride() and tensor.dtype is shape.dtype:
         return tensor
     return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=tensor.device).copy_(
@@ -109,10 +109,12 @@ def _laid_out(tensor: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
 
 # What a plan may name, and how it runs.
 RUNNERS: dict[str, Callable[[Any, Arguments], Any]] = {
-    "without oneDNN": _under(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
-    "with oneDNN": _under(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, True),
-    "without cuDNN": _under(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, False),
-    "deterministic cuDNN": _under(torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, True),
+    "without oneDNN": _setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "with oneDNN": _setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, True),
+    "without cuDNN": _setting(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, False),
+    "deterministic cuDNN": _setting(
+        torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic, True
+    ),
     "math attention": _math_attention,
 }
 
@@ -130,7 +132,7 @@ _ARM = platform.machine() in ("aarch64", "arm64")
 
 
 def alternatives(operator: Any, given: Arguments) -> list[str]:
-    """Names in RUNNERS of what this kernel can run as instead."""
+    """The algorithms that this kernel can run with instead: names in RUNNERS."""
     name = describe(operator).name
     tensor = next(tensors_in(list(given.values())), None)
     if tensor is None:
@@ -152,11 +154,11 @@ def alternatives(operator: Any, given: Arguments) -> list[str]:
 
 
 def has_alternatives(operator: Any) -> bool:
-    """Whether some kernels of this operator have any."""
+    """Whether kernels of this operator can have alternatives."""
     return describe(operator).name in _OPERATORS
 
 
-def named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def bind_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that were left out."""
     schema = operator._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
@@ -165,18 +167,18 @@ def named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -
 
 
 def run_as(name: str, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The kernel as the alternative of this name."""
-    return RUNNERS[name](operator, named(operator, args, kwargs))
+    """Run the kernel with the algorithm of this name."""
+    return RUNNERS[name](operator, bind_arguments(operator, args, kwargs))
 
 
 # -- what each costs -------------------------------------------------------------------------------
 
 
 class Variants:
-    """What the kernels of a run run as, and could run as: each shape of each operator is measured once.
+    """Runs and measures the algorithms of kernels: once for each operator and set of shapes.
 
-    ran      what the kernel ran as that was recorded last
-    counts   kernels of this step that ran as another algorithm, by its name
+    ran      algorithm of the kernel that ran last
+    counts   kernels of this step that did not run as traced, by algorithm
     """
 
     def __init__(self, device: Device, engine: CopyEngine, interrupts: Interrupts, allowed: bool) -> None:
@@ -187,8 +189,8 @@ class Variants:
         self.counts: Counter[str] = Counter()
 
     def run(self, name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """The kernel as the plan chose; as it is where the program gave it other arguments since."""
-        given = named(operator, args, kwargs)
+        """Run the kernel with algorithm ``name``; as traced where its present arguments do not allow that."""
+        given = bind_arguments(operator, args, kwargs)
         if name not in alternatives(operator, given):
             self.ran = AS_TRACED
             return operator(*args, **(kwargs or {}))
@@ -200,9 +202,9 @@ class Variants:
     def run_otherwise(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, error: BaseException
     ) -> Any:
-        """The kernel, which failed, as another algorithm, which may need less memory; None: none can run."""
+        """Run a kernel that failed with another algorithm, which may need less memory; None: none can run."""
         if self._allowed and isinstance(error, RuntimeError) and has_alternatives(operator):
-            for name in alternatives(operator, named(operator, args, kwargs)):
+            for name in alternatives(operator, bind_arguments(operator, args, kwargs)):
                 with contextlib.suppress(RuntimeError):  # as torch's errors are, of every kind
                     return self.run(name, operator, args, kwargs)
         return None
@@ -210,15 +212,15 @@ class Variants:
     def measure(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
-        """Measure what the kernel that gave this result could have run as instead. Nothing made is kept."""
+        """Measure the alternatives of the kernel that returned ``result``. Their results are freed."""
         self._costs = {}
         if not self._allowed or not has_alternatives(operator):
             return
-        self._device.synchronize()  # nothing runs beside what is measured
-        given = named(operator, args, kwargs)
+        self._device.synchronize()  # nothing else may run meanwhile
+        given = bind_arguments(operator, args, kwargs)
         if not (names := alternatives(operator, given)):
             return
-        key = (operator, *names, *map(_signature, given.values()))
+        key = (operator, *names, *map(_shape_key, given.values()))
         if key not in self._known:
             runs = {name: partial(RUNNERS[name], operator, given) for name in names}
             runs[AS_TRACED] = partial(operator, **given)
@@ -227,9 +229,9 @@ class Variants:
         self._costs = self._known[key]
 
     def _cost(self, name: str, call: Callable[[], Any], result: Any) -> Variant | None:
-        """With what the kernel reads in the caches. None where it cannot run here, or gives another layout
-        than the result."""
-        layout = _signature(result)
+        """Time and workspace, with warm caches. None where it cannot run here, or its result has another
+        layout."""
+        layout = _shape_key(result)
         times_s: list[float] = []
         try:
             for _ in range(TIMES):
@@ -243,7 +245,7 @@ class Variants:
                 self._device.synchronize()
                 workspace_bytes = self._device.workspace_bytes()
                 times_s.append(time.perf_counter() - begun_s)
-                if _signature(made) != layout:
+                if _shape_key(made) != layout:
                     return None
                 del made
         except (RuntimeError, MemoryError, PenstockError):  # it does not fit, or does not support this
@@ -251,8 +253,8 @@ class Variants:
         return Variant(name, min(times_s), workspace_bytes)
 
     def of_kernel(self, time_s: float, workspace_bytes: int) -> dict[str, Variant]:
-        """All that the kernel recorded last can run as, by name. As what it ran it took so much; times that
-        differ by noise do not differ."""
+        """The algorithms of the kernel recorded last, by name, scaled to the time and workspace that it took.
+        Times within `NOISE` count as equal."""
         costs = self._costs
         if self.ran not in costs:
             return {AS_TRACED: Variant(AS_TRACED, time_s, workspace_bytes)}
@@ -264,9 +266,9 @@ class Variants:
         }
 
 
-def _signature(value: Any) -> Any:
+def _shape_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, tuple | list):
-        return tuple(map(_signature, value))
+        return tuple(map(_shape_key, value))
     return value

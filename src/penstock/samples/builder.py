@@ -1,4 +1,4 @@
-"""Turns samples into the bytes of a store's files, in one pass over them. docs/formats.md says which."""
+"""Encodes samples into the bytes of a store's files, in one pass: see docs/formats.md."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STATE_WORDS = 11  # then three for each data file, and the checksum
 
 
 class Builder:
-    """Takes samples; gives what to append to the files. ValueError for what does not fit the format.
+    """Takes samples; returns what to append to the files. ValueError for what does not fit the format.
 
-    state          of another builder, to go on where it was; empty: from the start
-    pending_bytes  about what `take` would give
+    state          of another builder, to continue from there; empty: from the start
+    pending_bytes  about how much `take` would return
     """
 
     def __init__(self, chunk_bytes: int, data_file_bytes: int, state: bytes = b"") -> None:
@@ -101,7 +101,7 @@ class Builder:
         self._finished = True
 
     def take(self) -> Pieces:
-        """What was made since the last call: bytes to append to the data files, in order, and to others."""
+        """The output since the last call: bytes to append to the data files, in order, and to other files."""
         self._build_singles()
         if not self._whole:
             raise RuntimeError("adding samples was broken off: go on from the last state")
@@ -110,7 +110,7 @@ class Builder:
         return made
 
     def state(self) -> bytes:
-        """What a new builder needs to go on after everything that was taken. Only right after `take`."""
+        """The state from which a new builder can continue. Call it right after `take`."""
         if self.pending_bytes:
             raise RuntimeError("there are pieces that were not taken: take them first")
         now = (self._built, self._names_bytes, self._file_samples, self._offset, self._first, self._body_crc)

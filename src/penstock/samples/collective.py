@@ -1,8 +1,8 @@
-"""Processes of torch.distributed that pack and mount one store together.
+"""Packing and mounting of one store by the processes of a torch.distributed group.
 
-They exchange what each of them holds through the group's key-value store, in which a process that is missing
-can be named. The files stay where they are: every process maps them by the path that their owner gave, so the
-processes of a machine share the pages.
+They exchange messages through the group's key-value store, where it shows which process is missing. Files are
+not copied: every process maps them by the path that their owner gave, so the processes of a machine share the
+pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from penstock.core.job import attempt
+from penstock.core.job import restart_id
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.catalog import Directory, load_all
 from penstock.samples.manifest import StoreManifest
@@ -26,23 +26,23 @@ from penstock.samples.places import PathLike
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
-_PULSE_S = 0.5  # between signs of life
-_PEERS_GRACE_S = 2.0  # to learn who is still there, once something has failed
+_HEARTBEAT_S = 0.5  # between heartbeats
+_READ_S = 2.0  # for the others to read an error before this process ends
 
-_meetings: dict[tuple[int, ...], itertools.count[int]] = {}
+_counters: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
-class Held(msgspec.Struct, frozen=True):
-    """A store that a process can read. place: its path, or its URL."""
+class HeldStore(msgspec.Struct, frozen=True):
+    """A store that a process can read. place: its path or URL."""
 
     place: str
     manifest: StoreManifest
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What a process tells the others at one point: what it has, or why it cannot go on."""
+    """A message to the other processes: the stores that this one holds, or its error."""
 
-    held: list[Held] = []
+    held: list[HeldStore] = []
     error: str = ""
 
 
@@ -58,20 +58,20 @@ def gather(
     Raises SampleError, in all processes, where one does not come in time, cannot read what it holds, cannot
     see what another one holds, or received it damaged, and where a partition is missing.
     """
-    meeting = Meeting(group, timeout_s)
-    mine, error = _tried(lambda: load_all(path, verify, timeout_s))
-    holds = [Held(str(each.place), each.manifest) for each in mine]
-    stores = _each_once(meeting, meeting.exchange("say what they hold", Message(holds, error)))
+    peers = Rendezvous(group, timeout_s)
+    mine, error = _try_load(lambda: load_all(path, verify, timeout_s))
+    holds = [HeldStore(str(each.place), each.manifest) for each in mine]
+    stores = _unique_stores(peers, peers.exchange("say what they hold", Message(holds, error)))
     own = {directory.manifest.identity: directory for directory in mine}
-    opened, error = _tried(
-        lambda: [own.get(held.manifest.identity) or _opened(owner, held, verify) for owner, held in stores]
+    opened, error = _try_load(
+        lambda: [own.get(held.manifest.identity) or _open(owner, held, verify) for owner, held in stores]
     )
-    meeting.exchange("open what the others hold", Message(error=error))
-    return opened, meeting.rank, meeting.world
+    peers.exchange("open what the others hold", Message(error=error))
+    return opened, peers.rank, peers.world
 
 
-def _tried(load: Callable[[], list[Directory]]) -> tuple[list[Directory], str]:
-    """What it gives; or nothing, and why it failed, for the others to know."""
+def _try_load(load: Callable[[], list[Directory]]) -> tuple[list[Directory], str]:
+    """The result of ``load``, or the text of its error, to send to the others."""
     try:
         return load(), ""
     except (PenstockError, OSError) as problem:
@@ -89,34 +89,34 @@ def pack_together(
 ) -> list[StoreManifest]:
     """Pack a source by all processes of a group, each its partition, into the folder ``dest``.
 
-    timeout_s  longest time without a sign of life from another process
+    timeout_s  longest time without a heartbeat of another process
     progress   of this process, and options: as in penstock.samples.pack
 
-    Gives the manifests of all partitions. Raises, in all processes, SampleError where one has failed; in the
-    one that failed its own error.
+    Returns the manifests of all partitions. Where one process fails, it raises its own error, and all others
+    SampleError.
     """
     from penstock.samples.packing import pack
 
-    meeting = Meeting(group, timeout_s)
+    peers = Rendezvous(group, timeout_s)
 
     def report(samples: int, size_bytes: int) -> None:
-        meeting.pulse()
+        peers.heartbeat()
         if progress is not None:
             progress(samples, size_bytes)
 
     try:
-        manifest = pack(source, dest, rank=meeting.rank, world=meeting.world, progress=report, **options)
+        manifest = pack(source, dest, rank=peers.rank, world=peers.world, progress=report, **options)
     except BaseException as problem:
-        meeting.send("pack", Message(error=f"{type(problem).__name__}: {problem}"))
-        meeting.leave()
+        peers.send("pack", Message(error=f"{type(problem).__name__}: {problem}"))
+        peers.leave()
         raise
-    messages = meeting.exchange("pack", Message([Held(os.path.abspath(dest), manifest)]))
+    messages = peers.exchange("pack", Message([HeldStore(os.path.abspath(dest), manifest)]))
     return [each.held[0].manifest for each in messages]
 
 
-def _each_once(meeting: Meeting, messages: Sequence[Message]) -> list[tuple[int, Held]]:
-    """The stores of all processes in the order of ranks, each with the first that holds it."""
-    found: dict[str, tuple[int, Held]] = {}
+def _unique_stores(peers: Rendezvous, messages: Sequence[Message]) -> list[tuple[int, HeldStore]]:
+    """The stores of all processes, each once, with the lowest rank that holds it."""
+    found: dict[str, tuple[int, HeldStore]] = {}
     partitions: dict[int, set[int]] = {}
     for rank, each in enumerate(messages):
         for held in each.held:
@@ -124,17 +124,17 @@ def _each_once(meeting: Meeting, messages: Sequence[Message]) -> list[tuple[int,
             found.setdefault(held.manifest.identity, (rank, held))
     for count, there in partitions.items():
         if missing := sorted(set(range(count)) - there):
-            meeting.leave()
+            peers.leave()
             raise SampleError(
-                f"of {count} partitions of a store, the {meeting.world} processes hold {len(there)}: "
+                f"of {count} partitions of a store, the {peers.world} processes hold {len(there)}: "
                 f"partition {', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or "
                 "pack it"
             )
     return list(found.values())
 
 
-def _opened(owner: int, held: Held, verify: bool) -> Directory:
-    """The directory of a store that another process holds. Raises SampleError, InvalidFile."""
+def _open(owner: int, held: HeldStore, verify: bool) -> Directory:
+    """Open a store that another process holds. Raises SampleError, InvalidFile."""
     advice = "put it where all processes can see it, or mount it in each from a place of its own"
     try:
         directory, *_ = load_all(held.place, verify)
@@ -150,7 +150,7 @@ def _opened(owner: int, held: Held, verify: bool) -> Directory:
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """One collective operation of a group: every process makes one, in the same order."""
 
     group: Any
@@ -165,33 +165,33 @@ class Meeting:
             raise InvalidArgument("this process is not of the group: only its partitions mount with it")
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
-        number = next(_meetings.setdefault(self.ranks, itertools.count()))
-        prefix = f"penstock/samples/{attempt()}/{'-'.join(map(str, self.ranks))}/{number}"
+        number = next(_counters.setdefault(self.ranks, itertools.count()))
+        prefix = f"penstock/samples/{restart_id()}/{'-'.join(map(str, self.ranks))}/{number}"
         self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        self._sent: list[str] = []  # the last key that this process set in an exchange
-        self._pulsed_s = -_PULSE_S  # when this process did; and what was last seen of the others
-        self._pulses: dict[int, bytes] = {}
+        self._sent: list[str] = []  # keys that this process set in the last exchange
+        self._heartbeat_s = -_HEARTBEAT_S  # of this process; and the latest ones of the others
+        self._heartbeats: dict[int, bytes] = {}
 
     def send(self, what: str, message: Message) -> None:
-        """Send to the others, without waiting for what they send."""
-        self._ask("set", f"{what}/{self.rank}", msgspec.msgpack.encode(message))
+        """Publish a message, without waiting for those of the others."""
+        self._call_store("set", f"{what}/{self.rank}", msgspec.msgpack.encode(message))
 
     def exchange(self, what: str, message: Message) -> list[Message]:
-        """What all processes send, by rank. ``what``: what they are waited for to do.
+        """Publish a message, and return those of all processes, by rank. ``what`` they do, such as "pack".
 
-        Raises SampleError where a process does not come in time, or says that it has failed.
+        Raises SampleError where a process sends nothing in time, or an error.
         """
         self.send(what, message)
         missing: Sequence[int] = range(self.world)
         dead: list[int] = []
         while missing := self._wait_for(what, missing, time.monotonic() + self.timeout_s):
-            if dead := self._without_pulse(missing):
+            if dead := self._without_heartbeat(missing):
                 break
         if missing:
             self.leave(missing)
             raise SampleError(
                 f"waited {format_seconds(self.timeout_s)} for processes to {what}: of {self.world}, "
-                f"{_named(dead)} did not. {'It has' if len(dead) == 1 else 'They have'} "
+                f"{_ranks_text(dead)} did not. {'It has' if len(dead) == 1 else 'They have'} "
                 "stopped, or not come so far: look at the messages there, or give a longer timeout_s"
             )
         everyone = [msgspec.msgpack.decode(self._get(what, rank), type=Message) for rank in range(self.world)]
@@ -200,34 +200,36 @@ class Meeting:
             rank, error = failed[0]
             more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
             raise SampleError(f"process {rank} could not {what}: {error}{more}")
-        # Whoever has sent this message has read what this process set before.
+        # All have sent this message, so all have read the one before.
         for key in self._sent:
-            self._ask("delete_key", key)
+            self._call_store("delete_key", key)
         self._sent = [f"{what}/{self.rank}"]
         return everyone
 
-    def pulse(self) -> None:
-        """A sign of life, for those that wait for this process: they go on waiting."""
-        if time.monotonic() - self._pulsed_s > _PULSE_S:
-            self._pulsed_s = time.monotonic()
+    def heartbeat(self) -> None:
+        """Tell waiting processes that this one is alive: they go on waiting."""
+        if time.monotonic() - self._heartbeat_s > _HEARTBEAT_S:
+            self._heartbeat_s = time.monotonic()
             with contextlib.suppress(SampleError):  # this process can go on without the others
-                self._ask("set", f"pulse/{self.rank}", str(self._pulsed_s))
+                self._call_store("set", f"heartbeat/{self.rank}", str(self._heartbeat_s))
 
-    def _without_pulse(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks that have given no sign of life since this was asked before."""
-        before = dict(self._pulses)
-        self._pulses |= {rank: self._get("pulse", rank) for rank in ranks if self._has_sent("pulse", rank)}
-        return [rank for rank in ranks if self._pulses.get(rank) == before.get(rank)]
+    def _without_heartbeat(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks without a heartbeat since the last call."""
+        before = dict(self._heartbeats)
+        self._heartbeats |= {
+            rank: self._get("heartbeat", rank) for rank in ranks if self._has_sent("heartbeat", rank)
+        }
+        return [rank for rank in ranks if self._heartbeats.get(rank) == before.get(rank)]
 
     def leave(self, missing: Sequence[int] = ()) -> None:
-        """Wait a little for the others to learn of a failure: their key-value store may end with us."""
+        """Wait a little for the others to read an error: this process may host the key-value store."""
         with contextlib.suppress(SampleError):
             self.send("leave", Message())
             there = [rank for rank in range(self.world) if rank not in missing]
-            self._wait_for("leave", there, time.monotonic() + _PEERS_GRACE_S)
+            self._wait_for("leave", there, time.monotonic() + _READ_S)
 
     def _wait_for(self, what: str, ranks: Sequence[int], deadline: float) -> list[int]:
-        """The ranks that have not sent it at the deadline."""
+        """The ranks that have sent nothing under this key by the deadline."""
         missing, pause_s = list(ranks), 0.001
         while missing and time.monotonic() < deadline:
             while missing and self._has_sent(what, missing[0]):
@@ -238,12 +240,12 @@ class Meeting:
         return [rank for rank in missing if not self._has_sent(what, rank)]
 
     def _get(self, what: str, rank: int) -> bytes:
-        return bytes(self._ask("get", f"{what}/{rank}"))
+        return bytes(self._call_store("get", f"{what}/{rank}"))
 
     def _has_sent(self, what: str, rank: int) -> bool:
-        return bool(self._ask("check", [f"{what}/{rank}"]))
+        return bool(self._call_store("check", [f"{what}/{rank}"]))
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _call_store(self, method: str, *arguments: Any) -> Any:
         """Call a method of the group's key-value store."""
         try:
             return getattr(self._store, method)(*arguments)
@@ -254,6 +256,6 @@ class Meeting:
             ) from error
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"process{'' if len(ranks) == 1 else 'es'} {shown}"

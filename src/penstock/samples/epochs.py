@@ -301,7 +301,7 @@ _SHARED = np.dtype([("next", "<i8"), ("resumes", "<i8"), ("workers", "<i8"), ("r
 class EpochCoordinator:
     """The next epoch of a Loader and of its copies in worker processes.
 
-    A DataLoader copies its data set into every worker, and tells it nothing of epochs. So the Loader shares
+    A DataLoader copies its data set into every worker, but does not pass it the epoch. So the Loader shares
     its next epoch with its copies in memory: the first worker to begin writes the epoch there, and the others
     of the same iteration of the DataLoader, which they know by its base seed, find it. No lock is taken,
     which a killed worker could keep.
@@ -350,7 +350,7 @@ class EpochCoordinator:
         self._shared["workers"] = 0
 
     def follow(self, epoch: int, workers: int) -> None:
-        """An iteration of this epoch has begun, by what a worker was told."""
+        """A worker has begun an iteration of this epoch."""
         self._shared["workers"] = workers
         self._shared["resumes"] = 0
         self._shared["next"] = epoch + 1

@@ -236,7 +236,7 @@ class Throughput:
                "read": Store.read in a random order; "bread, full" and "bread, chunk"
     samples    that were read after the first ones, of size_bytes in all, in time_s
     first_s    until the first samples were there: "bread, chunk" fills its cache before
-    cached     share of the store that was in the page cache before; None where that cannot be told
+    cached     share of the store that was in the page cache before; None where that is unknown
     mixing     of the batches' chunks against a full shuffle; None where there are no batches
     """
 
@@ -423,6 +423,6 @@ def _cached(files: Sequence[StoreFile], seed: int) -> float | None:
             there += os.preadv(descriptors[file], [page], offset, os.RWF_NOWAIT)
         except BlockingIOError:
             pass
-        except OSError:  # this file system cannot tell
+        except OSError:  # not supported by this file system
             return None
     return there / PROBED_PAGES

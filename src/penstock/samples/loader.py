@@ -129,7 +129,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         return iteration
 
     def _next_position(self, info: Any) -> tuple[Position, int]:
-        """Position and replica of an iteration that nobody told where to begin."""
+        """Position and replica of an iteration without a position to resume from."""
         worker, workers = 0, 1
         if info is None:
             epoch, resumes = self._epochs.take()

@@ -35,12 +35,12 @@ _PROGRESS_S = 0.1
 Progress = Callable[[int, int], None]
 
 
-class Rhythm(NamedTuple):
-    """How often packing writes, and how much work it risks.
+class FlushPolicy(NamedTuple):
+    """How often packing writes, and how much work a crash can lose.
 
-    flush_bytes        what is built is given to the thread that writes
-    checkpoint_bytes   what is written is made durable, and can be resumed
-    checkpoint_s       the same, for slow sources
+    flush_bytes        after so many bytes they are passed to the writer thread
+    checkpoint_bytes   after so many bytes the store is made durable, to be resumed from there
+    checkpoint_s       or after so much time, for slow sources
     """
 
     flush_bytes: int = 8 << 20
@@ -80,7 +80,7 @@ def pack(
                     room for both. Of a store in partitions each partition is replaced by itself
     progress        is called now and then with the samples and bytes so far
 
-    Gives the store's manifest. An exception of the source passes through; so does KeyboardInterrupt.
+    Returns the store's manifest. An exception of the source passes through; so does KeyboardInterrupt.
     After these, as after a full disk or a killed process, the same call goes on.
 
     Raises InvalidArgument for arguments that cannot be used and for samples that do not fit the format,
@@ -131,25 +131,27 @@ def pack_source(
     resume: bool = True,
     overwrite: bool = False,
     report: Progress | None = None,
-    rhythm: Rhythm | None = None,
+    policy: FlushPolicy | None = None,
 ) -> StoreManifest:
     """`pack`, after its arguments were checked."""
     with (
         lock_folder(folder, recipe, resume=resume, overwrite=overwrite) as locked,
         StoreWriter(locked.folder, locked.done) as writer,
     ):
-        _look_for_room(writer)
-        data_files = _Packer(source, writer, rhythm or Rhythm(), report).run()
+        _warn_if_disk_is_small(writer)
+        data_files = _Packer(source, writer, policy or FlushPolicy(), report).run()
         manifest = writer.finish(data_files, source=source.description, metadata=metadata)
         locked.publish()
         return manifest
 
 
 class _Packer:
-    """Takes samples from a source, and gives what the builder makes of them to the writer."""
+    """Passes samples from a source to the builder, and its output to the writer."""
 
-    def __init__(self, source: Source, writer: StoreWriter, rhythm: Rhythm, report: Progress | None) -> None:
-        self._source, self._writer, self._rhythm = source, writer, rhythm
+    def __init__(
+        self, source: Source, writer: StoreWriter, policy: FlushPolicy, report: Progress | None
+    ) -> None:
+        self._source, self._writer, self._policy = source, writer, policy
         self._report = report or (lambda samples, size_bytes: None)
         self._recipe = writer.done.recipe
         self._builder = Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
@@ -159,13 +161,13 @@ class _Packer:
         self._next_look_s = 0.0  # when to look at the clock again
 
     def run(self) -> tuple[DataFile, ...]:
-        """Everything to the writer. Gives the data files."""
+        """Pack all samples. Returns the data files."""
         items = self._resumed() if self._writer.done.samples else iter(self._source)
         try:
             for item in items:
                 self._add(item)
                 if (
-                    self._builder.pending_bytes >= self._rhythm.flush_bytes
+                    self._builder.pending_bytes >= self._policy.flush_bytes
                     or time.monotonic() >= self._next_look_s
                 ):
                     self._write_if_due()
@@ -198,13 +200,13 @@ class _Packer:
             ) from error
 
     def _write_if_due(self) -> None:
-        """Write, make durable, and report, where it is time to."""
+        """Write, make durable, and report progress, where it is time to."""
         now = time.monotonic()
         durable = (
-            self._size_bytes - self._durable_bytes >= self._rhythm.checkpoint_bytes
-            or now - self._durable_s >= self._rhythm.checkpoint_s
+            self._size_bytes - self._durable_bytes >= self._policy.checkpoint_bytes
+            or now - self._durable_s >= self._policy.checkpoint_s
         )
-        if durable or self._builder.pending_bytes >= self._rhythm.flush_bytes:
+        if durable or self._builder.pending_bytes >= self._policy.flush_bytes:
             self._flush(durable)
         if durable:
             self._durable_bytes, self._durable_s = self._size_bytes, now
@@ -232,7 +234,7 @@ class _Packer:
             )
 
     def _resumed(self) -> Iterator[RawSample | Block]:
-        """What of the source is not packed yet. The builder is brought to where it was."""
+        """The samples that are not packed yet. Restores the builder's state."""
         done = self._writer.done
         packed = Packed(self._writer.folder, done)
         try:
@@ -252,8 +254,8 @@ class _Packer:
         return packed.rest_of(iter(self._source))
 
 
-def _look_for_room(writer: StoreWriter) -> None:
-    """Say beforehand where the disk will probably be full. The file system may compress: it is no error."""
+def _warn_if_disk_is_small(writer: StoreWriter) -> None:
+    """Warn where the disk will probably be full. No error, as the file system may compress."""
     size_bytes, free_bytes = writer.done.recipe.size_bytes, shutil.disk_usage(writer.folder).free
     left_bytes = 0 if size_bytes is None else size_bytes - writer.done.size_bytes
     if left_bytes > free_bytes:

@@ -1,4 +1,4 @@
-"""Where a store lies: in a folder, or on a drive of another machine; and its files as verified memory.
+"""The place of a store: a folder, or a drive of another machine. Loads and verifies its files.
 
 Files of a folder are mapped: all processes of the machine share them.
 """
@@ -65,7 +65,7 @@ def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]
 
 
 def _mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
-    """The file's bytes. The file is not kept open, as Python's own mapping would: there can be many files."""
+    """Map a file. Unlike Python's own mmap it does not keep the file open: there can be many files."""
     if size_bytes == 0:
         return np.empty(0, np.uint8)
     if ahead and hasattr(os, "posix_fadvise"):
@@ -79,7 +79,7 @@ def _mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
 
 
 def _populate_pages(address: int, size_bytes: int, path: str) -> None:
-    """Have the kernel map the pages by one call, which fails where touching them would end the process."""
+    """Populate a mapping by one system call. It fails on an I/O error, where an access would raise SIGBUS."""
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ
     if _library.madvise(*arguments) and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
         error = OSError(errno.EIO, os.strerror(errno.EIO))
@@ -107,7 +107,7 @@ class Target(NamedTuple):
 class StoreFile(NamedTuple):
     """An open file of a store.
 
-    target     gives what the native reader reads, in this process. Raises SampleError
+    target     returns what the native reader reads from, in this process. Raises SampleError
     read_into  fills a view with the bytes from a position on, past the page cache where that works. Raises
                OSError
     close      idempotent
@@ -119,11 +119,11 @@ class StoreFile(NamedTuple):
 
 
 class Place(ABC):
-    """Where the files of one store lie; of several partitions, those of one. As text, what `places_of` takes.
+    """The place of one store, or of one partition. `places_of` takes its text.
 
-    name       its last part
+    name       last part of the path
     is_remote  on another machine: there is no page cache, and no path
-    hang_text  what it means where a read does not end, and what to do
+    hang_text  message where a read hangs: the cause, and what to do
     """
 
     name: str
@@ -132,7 +132,7 @@ class Place(ABC):
 
     @abstractmethod
     def path_of(self, name: str) -> str:
-        """What messages call the file of that name."""
+        """The path of a file, for messages."""
 
     @abstractmethod
     def manifest(self) -> StoreManifest:
@@ -140,29 +140,29 @@ class Place(ABC):
 
     @abstractmethod
     def size_bytes(self, name: str) -> int:
-        """Of a file. Raises OSError."""
+        """Size of a file. Raises OSError."""
 
     @abstractmethod
     def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
-        """The bytes of a file that must have so many, read-only. ``ahead``: all will be read soon.
+        """The bytes of a file of ``wanted_bytes``, read-only. ``ahead``: read all of it now.
 
-        Raises SampleError where it cannot be read, InvalidFile where it is not there, or not of this size.
+        Raises SampleError where it cannot be read, InvalidFile where it is missing, or has another size.
         """
 
     @abstractmethod
     def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
-        """A file that must have so many bytes, if that is said. Raises as `load`."""
+        """Open a file, and check its size where one is given. Raises as `load`."""
 
     @abstractmethod
     def read_failure(self, error_number: int) -> tuple[str, str]:
-        """Why a read has failed, and what to do."""
+        """The cause of a failed read, and what to do."""
 
     def problems(self) -> Sequence[str]:
-        """What is wrong there, apart from the files, in words."""
+        """Texts of problems other than those of its files."""
         return ()
 
     def close(self) -> None:
-        """Let go of what is open, until it is needed again. Idempotent."""
+        """Close what is open, until it is needed again. Idempotent."""
         return
 
 

@@ -345,7 +345,7 @@ class Store(Catalog, Closing):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences begun so far. It tells whether another one has replaced yours."""
+        """Number of sequences begun so far: it has changed where another one has replaced yours."""
         return self._reading.epochs
 
     # Closing, pickling, forking

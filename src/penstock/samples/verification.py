@@ -295,7 +295,7 @@ class _Scan:
         self._damaged: list[int] = []
 
     def run(self) -> list[int]:
-        """Gives the damaged samples. Raises SampleError where the file cannot be opened, or a read hangs."""
+        """The damaged samples. Raises SampleError where the file cannot be opened, or a read hangs."""
         chunks = max(1, PIECE_BYTES // self._chunk_bytes)
         for number, read in enumerate(self._reads(chunks * self._chunk_bytes)):
             first = number * chunks

@@ -1,5 +1,5 @@
-"""The replay of a plan, event by event, as the runtime would carry it out. The work is done in C++
-(csrc/planning): this module says what a plan, a trace and a machine are in its columns.
+"""Simulates a plan event by event, as the runtime would carry it out. The simulator is C++ (csrc/planning);
+this module converts plans, traces and machines to its columns.
 
 Assumptions, each of which costs some accuracy:
 
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
-from penstock.core.arguments import require_kinds
+from penstock.core.arguments import require_types
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, TIERS, Hardware
 from penstock.core.memory_profile import as_run, kernels_as_run
@@ -48,8 +48,8 @@ RUN, COMPRESS, EXPAND, RECOMPUTATION, START_COPIES = range(5)  # what the comput
 CAUSES = ("", "prefetch", "memory")
 
 
-# By number, what a plan does with a tensor in an inactive period: the native module has the table of names,
-# and of tiers and codecs, which are empty where nothing moves.
+# What a plan does with a tensor in an inactive period, by number. The native module has the table of names,
+# tiers and codecs; the last two are empty where nothing moves.
 ACTIONS = tuple(_native.plan_actions())
 KEEP, HOST, DISK, HOST_CSR, DISK_CSR, RECOMPUTE = range(len(ACTIONS))
 MOVES = {number: (tier, codec) for number, (_, tier, codec) in enumerate(ACTIONS) if tier}
@@ -68,13 +68,13 @@ def action_of(evict: Evict) -> int:
 
 
 def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
-    """What happens when ``plan`` runs: deterministic, and never corrected.
+    """The timeline of ``plan``. Deterministic.
 
-    A plan that needs more than its budget is carried out all the same; the peak shows it. Under a budget
+    A plan that exceeds its budget is simulated all the same; the peak shows it. Under a budget
     that does not hold everything, what no kernel reads again while the program keeps it leaves where there is
     no room for it (see `penstock.core.memory_profile.leaves_for_good`).
     """
-    require_kinds(trace=trace, plan=plan, hardware=hardware)
+    require_types(trace=trace, plan=plan, hardware=hardware)
     if hardware.disk_bytes > 0 or hardware.host_bytes > 0:
         trace, gone = as_run(trace, plan, hardware.host_bytes, has_disk=hardware.disk_bytes > 0)
     else:  # only recomputing frees memory
@@ -173,7 +173,7 @@ class Result:
 
 
 class Replay:
-    """A trace on a machine, on which plans are tried. Deterministic; may be used by several threads."""
+    """A trace on a machine, for many simulations. Deterministic, and thread-safe."""
 
     def __init__(self, trace: Trace, hardware: Hardware, budget_bytes: int) -> None:
         self.trace, self.hardware = trace, hardware
@@ -211,7 +211,7 @@ class Replay:
         )
 
     def columns(self, intervals: Intervals, variants: Sequence[int] = ()) -> tuple[Any, ...]:
-        """A plan for `native`. Raises InvalidArgument where the machine, or the trace, has no such things."""
+        """The columns of a plan. Raises InvalidArgument where it does not match the machine or the trace."""
         for tier in {MOVES[action][0] for action in np.unique(intervals.action).tolist() if action in MOVES}:
             self.hardware.evict_s(tier, 1)
             self.hardware.prefetch_s(tier, 1)
@@ -232,12 +232,12 @@ class Replay:
 
 
 def integers(values: npt.NDArray[Any]) -> IntArray:
-    """Integers as the native module reads them."""
+    """int64 and contiguous, as the native module takes them."""
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
 def trace_columns(trace: Trace) -> dict[str, Any]:
-    """What `penstock._native` wants to know of a trace."""
+    """The columns of a trace that `penstock._native` takes."""
     recompute, count = trace.tensor_recompute, trace.kernels
     return {
         "kernels": count,
@@ -262,7 +262,7 @@ def coding_times_s(trace: Trace, hardware: Hardware) -> tuple[FloatArray, FloatA
 
 
 def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict[str, Any]:
-    """What `penstock._native` wants to know of a machine that moves the tensors of ``trace``."""
+    """The columns of a machine that `penstock._native` takes, for the tensors of ``trace``."""
     sizes = (trace.tensor_bytes, trace.packed_bytes)
     coding_s = coding_times_s(trace, hardware)
     return {

@@ -1,4 +1,4 @@
-"""Which I/O path moves each tensor: learned from what transfers cost on this machine, in this run. Pure.
+"""Chooses the I/O path of each transfer, by measured costs of transfers on this machine in this run. Pure.
 
 Fastensor (section 4) tries each path once for each tensor size, keeps the costs in dictionaries, and from
 then on uses the fastest, of writes and reads together (its WRDic). Here too, and beyond it:
@@ -35,14 +35,14 @@ from penstock.units import format_bytes
 
 EXPLORATIONS = 3  # of each path in the first transfers of a class: a median of three survives one outlier
 FAR = 3.0  # times the best: not worth a third exploration
-NEAR = 1.25  # times the best: three explorations do not tell them apart
+NEAR = 1.25  # times the best: three explorations do not distinguish them
 SURE = 9  # explorations of each that is near
-WINDOW = 41  # costs a median stands on
+WINDOW = 41  # costs in a median
 FASTER = 1.5  # times, three times in a row: the path changed
 MARGIN = 0.02  # by which another path must be faster to take over
-COPYING = 1.3  # times: what copies takes a processor from those who train, for little gain
-PACE = 7  # what models repeat is a multiple of 2 or 3, seldom of 7: no tensor is always the one
-SHORTEST_S = 1e-9  # clocks give no less, and no time at all has no rate
+COPYING = 1.3  # times: a path that copies takes processor time from training, for little gain
+PACE = 7  # models repeat by multiples of 2 or 3, seldom of 7: it is not always the same tensor
+SHORTEST_S = 1e-9  # in place of 0, which has no rate
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class PathCost:
     cost        the median of the latest; infinite where there are none
     least       of the last three
     count       costs seen
-    in_flight   explorations that are not over
+    in_flight   explorations that have not ended
     loaded      its first costs are known from before
     due_s       it may be explored again once its class has earned so much
     """
@@ -89,7 +89,7 @@ class PathCost:
         self.cost, self.least = median_low(self.latest), min(last)
 
     def wanted_tries(self, best: float) -> int:
-        """How often the first transfers try it, where the best costs so much."""
+        """How often the first transfers try it, where the cost of the best path is ``best``."""
         if self.count >= 2 and (self.loaded or self.weighed > FAR * best):
             return 2
         near = self.count >= EXPLORATIONS and self.weighed <= NEAR * best and not self.loaded
@@ -99,11 +99,11 @@ class PathCost:
 class SizeClass:
     """What is known of the sizes ``[2**number, 2**(number + 1))``.
 
-    waits      others explore it: the best that is known is used until `learn`
-    home       the medium that is written to, where it has room
-    untried    kinds of transfer and media of which the first explorations are not over
-    earned_s   what each path was allowed to spend on explorations so far
-    asks       transfers asked for after the first explorations
+    waits      another rank explores it: the best known path is used until `learn`
+    home       the medium to write to, where it has room
+    untried    kinds of transfer and media whose first explorations have not ended
+    earned_s   time that each path was allowed to spend on explorations so far
+    asks       transfers requested after the first explorations
     """
 
     def __init__(self, number: int, paths: Mapping[str, str], copying: Collection[str], waits: bool) -> None:
@@ -134,7 +134,7 @@ class SizeClass:
         return home if home.count and self.home in media else self.best[kind, self._fastest(media)]
 
     def add(self, kind: Kind, record: PathCost, cost: float) -> None:
-        """Take a cost: another path, or medium, may be the best then."""
+        """Add a cost, and update the best path and the medium to write to."""
         record.add(cost)
         key = kind, record.medium
         fastest = min(self.among(kind, [record.medium]), key=lambda record: record.weighed)
@@ -145,7 +145,7 @@ class SizeClass:
             self.home = medium
 
     def learn(self, entries: Iterable[Entry]) -> None:
-        """Take costs that are known from elsewhere, where there are not enough from here."""
+        """Add costs that another rank measured, for paths with too few of this one's."""
         self.waits = False
         for entry in entries:
             record = self.records[entry.kind][entry.path]
@@ -156,7 +156,7 @@ class SizeClass:
             rounds.begin()
 
     def first_exploration(self, kind: Kind, media: Sequence[str]) -> PathCost | None:
-        """The path to try next, of those whose first explorations are not over."""
+        """The next path to try in the first explorations; None: they have ended."""
         if not (untried := {(kind, medium) for medium in media} & self.untried):
             return None
         records = self.among(kind, media)
@@ -166,14 +166,14 @@ class SizeClass:
         return chosen
 
     def exploration(self, kind: Kind, media: Sequence[str], best: PathCost) -> PathCost | None:
-        """A path other than the best that may be tried now: of several, the one longest due."""
+        """A path other than the best that may be explored now: the one longest due."""
         others = [each for each in self.among(kind, media) if each is not best and not each.in_flight]
         due = [each for each in others if each.due_s <= self.earned_s]
         return min(due, key=lambda record: record.due_s, default=None)
 
-    def beyond(self, kind: Kind, record: PathCost, best: PathCost) -> float:
-        """What a path takes beyond the best, for each byte, going by the least of its latest costs: one that
-        became faster is found by few. Of a write, reading back from its medium counts."""
+    def excess(self, kind: Kind, record: PathCost, best: PathCost) -> float:
+        """Cost of a path above the best, by the least of its latest costs: so a path that became faster is
+        found soon. A write includes reading back from its medium."""
         there, home = self.best["read", record.medium], self.best["read", self.home]
         back = there.cost - home.cost if kind == "write" and there.count and home.count else 0.0
         return max(record.least * record.weight - best.weighed + back, 0.0)
@@ -185,7 +185,7 @@ class SizeClass:
         )
 
     def _fastest(self, media: Iterable[str]) -> str:
-        """By its writes and reads together; by writes alone while no medium is measured in full."""
+        """The medium with the least cost of write and read; by writes alone while no read is measured."""
         return min(media, key=lambda medium: (self._cost(medium), self.best["write", medium].cost))
 
     def _cost(self, medium: str) -> float:
@@ -193,26 +193,26 @@ class SizeClass:
 
 
 def _least_tried(records: Sequence[PathCost]) -> PathCost | None:
-    """Of the paths that were not tried often enough, the one tried least."""
+    """The path tried least, of those not tried often enough."""
     best = min(record.weighed for record in records)
     untried = [record for record in records if record.tries < record.wanted_tries(best)]
     return min(untried, key=lambda record: record.tries, default=None)
 
 
 class Choice:
-    """Says by which path to move each tensor, and learns from what it cost. The caller holds a lock.
+    """Chooses the path of each transfer, and learns from its cost. The caller holds a lock.
 
     paths       by name: the medium that a path writes to. What was written in a medium can be read by
                 the paths of that medium only
     reexplore   share of the transfer time that may be spent on trying other paths; 0 for none after
                 the first explorations
-    tables      costs known from before. They count as first explorations; paths that are not among ``paths``,
+    tables      costs of an earlier run. They count as first explorations; paths that are not among ``paths``,
                 or changed their medium, are ignored
-    copying     paths that copy with the processor where others of their medium do not: they are used
-                where they are clearly faster
+    copying     paths that copy with the processor where others of their medium do not: used only where they
+                are clearly faster
 
-    explores    the path given last is not known to be the best: its cost is worth measuring
-    shares      others may explore in place of this choice: a new size class waits for `learn` or `explore`
+    explores    the path returned last is not known to be the best: its cost is worth measuring
+    shares      other ranks may explore for this one: a new size class waits for `learn` or `explore`
     """
 
     def __init__(
@@ -269,14 +269,14 @@ class Choice:
             rounds.add(kind, record, cost, size_bytes)  # by what was in use before this cost
         known.add(kind, record, cost)
         best = known.best_to(kind, known.media if kind == "write" else [record.medium])
-        record.due_s = known.earned_s + known.beyond(kind, record, best) * size_bytes
+        record.due_s = known.earned_s + known.excess(kind, record, best) * size_bytes
 
     def withdraw(self, kind: Kind, size_bytes: int, path: str) -> None:
-        """A transfer that was asked for failed, or never began: it has no cost."""
+        """A transfer failed, or never began: it has no cost."""
         self._class_of(size_bytes).records[kind][path].end_exploration()
 
     def learn(self, tables: Tables) -> None:
-        """Take costs that others found, as those of ``tables``."""
+        """Add costs that other ranks measured."""
         known: dict[int, list[Entry]] = {}
         for entry in tables.entries:
             if self.paths.get(entry.path) == entry.medium:
@@ -285,7 +285,7 @@ class Choice:
             self._class_of(class_bytes).learn(entries)
 
     def explore(self, number: int) -> None:
-        """Wait no more for what others find out about a size class."""
+        """Explore a size class here; do not wait for another rank."""
         self._classes[number].waits = False
 
     def classes(self) -> dict[int, bool]:
@@ -311,7 +311,7 @@ class Choice:
         )
 
     def report(self) -> ChoiceReport:
-        """Who won the rounds so far. A size class has none before each of its paths was tried."""
+        """The rounds so far. A size class has none before each of its paths was tried."""
         classes = [known for _, known in sorted(self._classes.items())]
         return ChoiceReport(
             rows=tuple(

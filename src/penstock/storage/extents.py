@@ -1,4 +1,4 @@
-"""Where in the spill space each tensor lies, and in which files that is: pure bookkeeping, no file.
+"""Allocation of the spill space, and its striping over files. Pure bookkeeping: no file is touched.
 
 Tensors leave memory in one order and come back in about the reverse, pass after pass. Space is
 therefore given out in address order from where the last allocation ended (next fit), which makes a
@@ -38,12 +38,12 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Gives out disjoint extents of one space, in multiples of `ALIGNMENT_BYTES`.
+    """Allocates disjoint extents of one space, in multiples of `ALIGNMENT_BYTES`.
 
     capacity_bytes   where the space ends; None for no end
     space            name given to every extent
 
-    end    of the highest byte ever given out
+    end    of the highest byte ever allocated
     free   [start, end) below, ascending, disjoint, never adjacent
     """
 
@@ -67,7 +67,7 @@ class Extents:
         return Extent(offset, size, self.space)
 
     def release(self, extent: Extent) -> None:
-        """Take an extent back. Raises InvalidArgument if it was not given out, or was released."""
+        """Free an extent. Raises InvalidArgument if it was not allocated, or was released."""
         if extent.space != self.space or self._live.get(extent.offset) != extent.size_bytes:
             raise InvalidArgument(f"{extent} is not in use: release an extent once, where it was allocated")
         del self._live[extent.offset]

@@ -109,9 +109,9 @@ def _open_direct(descriptor: int) -> tuple[int, int, str]:
 
 
 def _demanded_alignment(descriptor: int) -> int | None:
-    """What direct I/O on the file must be aligned to; 0 where there is none, None where nobody knows.
+    """What direct I/O on the file must be aligned to; 0 where there is none, None where that is unknown.
 
-    Linux says since 6.1, for the file systems that tell it.
+    Linux reports it since 6.1, for some file systems.
     """
     answer = _ask("statx", _STATX_BYTES, descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN)
     if answer is None or not struct.unpack_from("=I", answer)[0] & _STATX_DIOALIGN:

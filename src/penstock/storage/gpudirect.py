@@ -222,7 +222,7 @@ def _open_kvikio(threads: int) -> Any:
 
 
 def _error_number(error: Exception, otherwise: int) -> int:
-    """kvikio gives the system's errors in words alone, at the end of what it says."""
+    """The errno of a kvikio error, which has the system's error only as text, at its end."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     text = str(error)

@@ -1,4 +1,4 @@
-"""Transports that native threads carry out without the GIL: io_uring, and calls that block."""
+"""Transports whose threads are native and do not need the GIL: io_uring, blocking calls, NVMe/TCP."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
 
 class NativeTransport(_native.Transfers):
-    """Satisfies Transport. The native threads tell of what is over while there is nothing else to do;
-    otherwise a thread of Python's does.
+    """Satisfies Transport. The native threads call ``on_done`` when they are idle; otherwise a Python thread
+    does.
 
     depth         operations of a thread in flight at most
     piece_bytes   size of an operation at most
@@ -44,18 +44,18 @@ class NativeTransport(_native.Transfers):
             super().__init__(kind, self.methods, depth, piece_bytes, SLOT_BYTES, slots, threads)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
-        self._teller = threading.Thread(target=self.deliver_the_rest, name=f"penstock-{kind}", daemon=True)
-        self._teller.start()
+        self._deliverer = threading.Thread(target=self.deliver_the_rest, name=f"penstock-{kind}", daemon=True)
+        self._deliverer.start()
         _open.add(self)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         deadline_s = time.monotonic() + timeout_s
         if not super().close(timeout_s):
-            _keep_for_ever(self)
+            _leak(self)
             return False
-        if self._teller is not threading.current_thread():
-            self._teller.join(max(deadline_s - time.monotonic(), 0.0))
-            return not self._teller.is_alive()
+        if self._deliverer is not threading.current_thread():
+            self._deliverer.join(max(deadline_s - time.monotonic(), 0.0))
+            return not self._deliverer.is_alive()
         return True
 
 
@@ -74,8 +74,8 @@ class UringTransport(NativeTransport):
 class PosixTransport(NativeTransport):
     """Blocking reads, writes and mappings on a few threads: works on every POSIX system.
 
-    A small "buffered" transfer is carried out in `submit`, where that need not wait for the disk: copying
-    takes less time than handing it over.
+    `submit` itself carries out a small "buffered" transfer that need not wait for the disk: copying takes
+    less time than passing it to a thread.
     """
 
     methods: tuple[str, ...] = ("direct", "staged", "buffered", "mapped")
@@ -97,8 +97,8 @@ class NvmeTransport(NativeTransport):
 
 
 class NvmeSpillTransport(NvmeTransport):
-    """The same for memory that may be taken away while it is written: a message that has begun cannot be
-    taken back, so that the bytes are copied first. Reads are not."""
+    """NVMe over TCP for memory that may be freed during a write: a message that has begun must be sent to its
+    end, so the bytes are copied first. Reads are not."""
 
     methods: tuple[str, ...] = ("staged",)
 
@@ -108,19 +108,19 @@ _open: weakref.WeakSet[NativeTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # Nothing may be told to an interpreter that is being taken apart.
+    # No callback may run while the interpreter is finalized.
     for transport in list(_open):
-        if not transport.close(0.0 if id(transport) in _kept else EXIT_TIMEOUT_S):
+        if not transport.close(0.0 if id(transport) in _leaked else EXIT_TIMEOUT_S):
             logger.error(
                 "transfers by %s did not end: the disk hangs. The process ends without them.", transport._kind
             )
 
 
-_kept: set[int] = set()
+_leaked: set[int] = set()
 
 
-def _keep_for_ever(transport: NativeTransport) -> None:
-    """Its thread waits for a disk that hangs: nobody can wait for that thread, as its destructor does."""
-    if id(transport) not in _kept:
-        _kept.add(id(transport))
+def _leak(transport: NativeTransport) -> None:
+    """Never destroy it: its destructor would join a thread that waits for a disk that hangs."""
+    if id(transport) not in _leaked:
+        _leaked.add(id(transport))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport))

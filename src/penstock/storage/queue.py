@@ -1,9 +1,9 @@
-"""Starts transfers in their turn, tells who asked when they are over, and ends waits for a disk that hangs.
+"""Starts transfers, calls back at their ends, and ends waits for a disk that hangs.
 
-Which of those that wait for the disk goes first, transports decide. Of several in flight nobody can say what
-each one costs. A transfer that is measured therefore has its direction (writes or reads) to itself: it waits
-until those before it are over, and those behind it wait for it. A demand waits for no measurement: it starts
-at once, and the measurement is given up.
+Transports order the transfers by priority. This queue isolates measurements: the cost of a transfer cannot be
+measured while others are in flight. A measured transfer therefore has its direction (writes or reads) to
+itself: it waits for those before it, and those behind it wait for it. A demand waits for no measurement: it
+starts at once, and the measurement is given up.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CLOSED = "the spill space is closed: no tensor can be moved any more"
 
 
 class _Direction:
-    """Writes, or reads. `alone` is the one that is measured, and in flight."""
+    """Writes, or reads. `alone` is the measured transfer in flight."""
 
     def __init__(self) -> None:
         self.alone: Transfer | None = None
         self.in_flight: set[Transfer] = set()
         self.waiting: list[Transfer] = []
-        self.progress_s = 0.0  # when one was last over
+        self.progress_s = 0.0  # when one ended last
 
     @property
     def is_idle(self) -> bool:
         return not self.in_flight and not self.waiting
 
     def add(self, transfer: Transfer) -> Sequence[Transfer]:
-        """Those that are to start now, ``transfer`` or others, in this order."""
+        """Add a transfer. Returns the transfers to start now, in this order."""
         if not transfer.measured and self.alone is None and not self.waiting:
             self.in_flight.add(transfer)
             transfer.began_s = transfer.asked_s
@@ -50,14 +50,14 @@ class _Direction:
         return self.take_ready()
 
     def give_up_measuring(self) -> None:
-        """Have nobody wait: neither the one in flight nor those that wait are measured any more."""
+        """Measure neither the transfer in flight nor the waiting ones, so that none waits for another."""
         for transfer in (*([self.alone] if self.alone else ()), *self.waiting):
             transfer.measured = False
         self.alone = None
         self.waiting.sort(key=attrgetter("priority"))
 
     def take_overdue(self, now_s: float, timeout_s: float) -> list[Transfer]:
-        """Where nothing was over for so long, those that have waited so long: they wait no more."""
+        """Remove the transfers that have waited for ``timeout_s`` in which none ended."""
         overdue = [e for e in self.waiting if now_s - max(e.asked_s, self.progress_s) >= timeout_s]
         if overdue:
             self.waiting = [each for each in self.waiting if each not in overdue]
@@ -65,7 +65,7 @@ class _Direction:
         return overdue
 
     def take_out(self, transfer: Transfer, now_s: float) -> list[Transfer]:
-        """The transfer is in flight no more. Gives those that are to start now."""
+        """Remove a transfer that has ended. Returns the transfers to start now."""
         self.in_flight.discard(transfer)
         self.progress_s = now_s
         if self.alone is transfer:
@@ -158,7 +158,7 @@ class Queue:
             transfer.path.transport.hurry(transfer.parts or (transfer,))
 
     def end_part(self, transfer: Transfer, part: Transfer) -> None:
-        """A part of the transfer is over, and with the last one the transfer."""
+        """A part of the transfer has ended; the last one ends the transfer."""
         with self.lock:
             transfer.left -= 1
             transfer.started_s = min(transfer.started_s or math.inf, part.started_s)
@@ -174,10 +174,10 @@ class Queue:
         self.end(transfer)
 
     def end(self, transfer: Transfer, error: SpillError | None = None) -> None:
-        """The transfer is over: tell who asked for it, and start who waited for it. Called by transports, on
-        any thread.
+        """A transfer has ended: call back, and start those that waited for it. Called by transports, on any
+        thread.
 
-        error   of one that never began
+        error   of a transfer that never began
         """
         if transfer.rehearsed and transfer.measured and error is None and not transfer.error_number:
             transfer.rehearsed, transfer.left = False, len(transfer.parts)
@@ -189,8 +189,8 @@ class Queue:
         if error is None and (transfer.error_number or transfer.checked):
             error = self._check(transfer)
         transfer.error = error
-        if not transfer.error_number:  # what failed may still have the memory
-            transfer.keep = None  # whoever is told that it is over can free the memory
+        if not transfer.error_number:  # after an error the memory may still be in use
+            transfer.keep = None  # the callback may free the memory
         now_s = perf_counter()
         with self.lock:
             self._record(transfer, now_s)
@@ -207,8 +207,8 @@ class Queue:
                 self.start(ready)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until every transfer is over. False: none was over for so long. Those that have not begun have
-        failed then."""
+        """Wait for all transfers. False: none has ended for ``timeout_s``; those that had not begun were
+        failed."""
         with self.lock:
             self._closed = True
             watch = self._watch
@@ -229,7 +229,7 @@ class Queue:
         return False
 
     def give_up(self) -> None:
-        """The disk hangs: end what has not begun."""
+        """The disk hangs: fail the transfers that have not begun."""
         self.hangs = True
         with self.lock:
             waiting = [e for each in self._directions.values() for e in each.take_overdue(math.inf, 0.0)]
@@ -245,16 +245,16 @@ class Queue:
         return ready
 
     def _fail(self, transfers: Sequence[Transfer], error: Callable[[], SpillError]) -> None:
-        """They never began."""
+        """End transfers that never began."""
         for transfer in transfers:
             transfer.started_s = transfer.finished_s = perf_counter()
             try:
                 self.end(transfer, error())
-            except Exception:  # the requester's fault: the others are told all the same
+            except Exception:  # of the callback: call the others back all the same
                 logger.exception("what follows a transfer failed")
 
     def _begin_watch(self) -> None:
-        """Look after those that wait for their turn, soon. Called with the lock."""
+        """Check the waiting transfers for a timeout, soon. Called with the lock."""
         self._watch = threading.Timer(self._timeout_s / 4, self._look)
         self._watch.daemon = True
         self._watch.name = "penstock-watch"

@@ -25,15 +25,15 @@ _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, er
 
 
 class SpillFile:
-    """An open file that no path leads to: its space is free again when the process ends, however it ends.
+    """An open file without a name: its space is freed when the process ends, however it ends.
 
     place        its directory
     file         for transports
     handle       its descriptor through the page cache
     direct       it can bypass the page cache
     refusal      why it cannot; empty where it can
-    size_bytes   space allocated on the disk so far
-    begin        the first byte of the space in it
+    size_bytes   allocated on the disk so far
+    begin        offset of the spill space in the file
     """
 
     begin = 0
@@ -52,7 +52,7 @@ class SpillFile:
         self.refusal = self._open.refusal
 
     def grow_to(self, size_bytes: int, most_bytes: int | None = None) -> None:
-        """Have at least ``size_bytes`` allocated, and for speed somewhat more, up to ``most_bytes``.
+        """Allocate at least ``size_bytes``, and for speed somewhat more, up to ``most_bytes``.
 
         Raises SpillSpaceFull where the disk is full.
         """
@@ -80,12 +80,12 @@ class SpillFile:
         ) from full
 
     def free_bytes(self) -> int:
-        """Of the file system."""
+        """Free bytes of the file system."""
         status = os.fstatvfs(self.file.buffered)
         return status.f_bavail * status.f_frsize
 
     def failure(self, failed: Transfer) -> SpillError:
-        """What to raise for a transfer that failed."""
+        """The error to raise for a transfer that failed."""
         full = failed.error_number in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free space there" if full else "Check the disk (dmesg, smartctl)"
         error = (SpillSpaceFull if full else SpillError)(
@@ -97,7 +97,7 @@ class SpillFile:
         return error
 
     def close(self, late_s: float = 0.0) -> None:
-        """Give the space back. Idempotent."""
+        """Free the space. Idempotent."""
         self._open.close()
         self.file = self._open.file
 
@@ -124,8 +124,11 @@ def _open_unlinked(directory: Path) -> int:
 
 
 def _unusable(directory: Path, error: OSError) -> SpillError:
+    reason = error.strerror
+    if error.errno == errno.ENOENT and directory.is_dir():  # such as /proc
+        reason = "its file system takes no new files"
     unusable = SpillError(
-        f"tensors cannot be spilled to {directory}: {error.strerror}. Give a spill_dir that is an "
+        f"tensors cannot be spilled to {directory}: {reason}. Give a spill_dir that is an "
         "existing directory on a local disk, and that you may write to."
     )
     unusable.errno = error.errno
@@ -133,18 +136,18 @@ def _unusable(directory: Path, error: OSError) -> SpillError:
 
 
 class Region:
-    """Gives out extents of one medium, and has the files reach them.
+    """Allocates extents of one medium, and grows the files under them.
 
-    An extent lies where it says, but for one that is written again while an old write may land there yet: a
-    drive that lost its connection may still carry it out. Then its place is another.
+    The place of an extent is the extent itself, with one exception. A remote drive that lost its connection
+    may still carry out an old write; an extent that is written again meanwhile gets another place.
 
-    timeout_s      in which a request to a namespace ends
+    timeout_s      of requests to a namespace
 
     files          one in each directory, or a namespace
     direct         every file can bypass the page cache
     place_text     the directories, or the namespace, for messages
-    written_bytes  of the space: beyond, nothing was ever written
-    checksums      of the last write, and its size, by the offset of the place
+    written_bytes  end of what was ever written
+    checksums      of the last write, and its size, by offset of the place
     """
 
     def __init__(
@@ -154,11 +157,11 @@ class Region:
         self.files: list[SpillFile | SpillNamespace] = []
         self.written_bytes = 0
         self.checksums: dict[int, tuple[int, int]] = {}
-        self._places: dict[Extent, Extent] = {}  # where an extent lies that was moved
-        self._late_s: dict[Extent, float] = {}  # until when an old write may land in a place
-        self._held: list[Extent] = []  # released, and given to nobody until then
+        self._places: dict[Extent, Extent] = {}  # of extents that were moved
+        self._late_s: dict[Extent, float] = {}  # until when an old write to a place may still be carried out
+        self._held: list[Extent] = []  # released, but not reused until then
         self._stripes = Stripes(len(places))
-        self._backed_bytes = 0  # of the space: the files reach that far
+        self._backed_bytes = 0  # end of what is allocated in the files
         try:
             for place in places:
                 self.files.append(
@@ -172,7 +175,7 @@ class Region:
 
     def allocate(self, size_bytes: int) -> Extent:
         """Raises SpillSpaceFull."""
-        for held in [each for each in self._held if not self._may_be_written(each)]:
+        for held in [each for each in self._held if not self._has_late_write(each)]:
             self._held.remove(held)
             self.extents.release(held)
         try:
@@ -185,7 +188,7 @@ class Region:
                 f"{error} {format_bytes(held_bytes)} are held back: old writes may land there yet."
             ) from error
         try:
-            while not self._back(extent.end):
+            while not self._grow_files(extent.end):
                 pass
         except BaseException:
             self.extents.release(extent)
@@ -193,36 +196,36 @@ class Region:
         return extent
 
     def release(self, extent: Extent) -> None:
-        """Take it back, for others once no old write may land there."""
-        self._leave_place(extent)
-        self._give_back(extent)
+        """Free the extent; it is reused once no old write to it can still be carried out."""
+        self._drop_place(extent)
+        self._free(extent)
 
     def place_of(self, extent: Extent) -> Extent:
         return self._places.get(extent, extent)
 
     def place_to_write(self, extent: Extent) -> Extent:
-        """Where it lies once it is written, which makes an end of what was written of it before.
+        """The place for the next write of the extent. Its old content is lost.
 
         Raises SpillSpaceFull.
         """
-        self._leave_place(extent)
-        if not self._may_be_written(extent):
+        self._drop_place(extent)
+        if not self._has_late_write(extent):
             return extent
         place = self._places[extent] = self.allocate(extent.size_bytes)
         return place
 
     def expect_late_write(self, place: Extent, for_ever: bool) -> None:
-        """A write there may land once more: for ever, or as long as its drive may take."""
+        """A write to the place may still be carried out: for ever, or for as long as its drive may take."""
         quiesce_s = math.inf if for_ever else max(file.quiesce_s for file in self.files)
         self._late_s[place] = monotonic() + quiesce_s
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether the capacity allows it, if its free space is in one piece."""
+        """Whether ``size_bytes`` are free; they may be fragmented."""
         capacity_bytes = self.extents.capacity_bytes
         return capacity_bytes is None or self.extents.used_bytes + size_bytes <= capacity_bytes
 
     def runs(self, place: Extent, size_bytes: int) -> list[tuple[SpillFile | SpillNamespace, int, int, int]]:
-        """The file, the offset in it and in the place, and bytes of each run."""
+        """The contiguous parts of a place: file, offset in the file, offset in the place, bytes."""
         return [
             (self.files[file], self.files[file].begin + offset, begin, size)
             for file, offset, begin, size in self._stripes.segments(place.offset, size_bytes)
@@ -236,27 +239,27 @@ class Region:
         for file in self.files:
             file.close(min(max(late_s, 0.0), file.quiesce_s))
 
-    def _may_be_written(self, place: Extent) -> bool:
-        """By an old write."""
+    def _has_late_write(self, place: Extent) -> bool:
+        """Whether an old write to the place may still be carried out."""
         if self._late_s.get(place, 0.0) > monotonic():
             return True
         self._late_s.pop(place, None)
         return False
 
-    def _leave_place(self, extent: Extent) -> None:
+    def _drop_place(self, extent: Extent) -> None:
         place = self._places.pop(extent, extent)
         self.checksums.pop(place.offset, None)
         if place is not extent:
-            self._give_back(place)
+            self._free(place)
 
-    def _give_back(self, place: Extent) -> None:
-        if self._may_be_written(place):
+    def _free(self, place: Extent) -> None:
+        if self._has_late_write(place):
             self._held.append(place)
         else:
             self.extents.release(place)
 
-    def _back(self, end: int) -> bool:
-        """Have the files reach ``end``. False: another try may do, without a file that is full."""
+    def _grow_files(self, end: int) -> bool:
+        """Grow the files up to ``end``. False: try again, without a file that is full."""
         if end <= self._backed_bytes:
             return True
         capacity_bytes = self.extents.capacity_bytes

@@ -1,10 +1,10 @@
-"""How often each path was the fastest, and what each policy would have reached: Fastensor's tables 13, 14.
+"""How often each path was the fastest, and how fast each policy would have been: Fastensor's tables 13, 14.
 
-Fastensor clears its dictionaries from time to time and counts who wins each new one (section 5.2.3).
-Here nothing is cleared. The transfers of a size class are divided into rounds, each with costs of its own:
-it ends when every path in play has one. A path more than `IN_PLAY` times as slow as the best is out of play,
-since it is tried too rarely to wait for, unless it is the second best. While the medium of a path in play is
-full, no round ends.
+Fastensor clears its dictionaries from time to time and counts which path wins each new one (section 5.2.3).
+Here nothing is cleared. The transfers of a size class are divided into rounds, each with its own costs: a
+round ends when every path in play has one. A path more than `IN_PLAY` times as slow as the best is out of
+play, as it is tried too rarely to wait for, unless it is the second best. No round ends while the medium of a
+path in play is full.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ class ChoiceReport:
                 [name, f"{share.best:.2%}", "-" if share.speed is None else f"{share.speed:.2%}"]
                 for name, share in self.shares[kind].items()
             ]
-            texts.append(f"{kind}: rounds won\n" + aligned([["size from", *names, *POLICIES], *counts]))
+            texts.append(f"{kind}: rounds won\n" + text_columns([["size from", *names, *POLICIES], *counts]))
             texts.append(
-                f"{kind}: against the optimum\n" + aligned([["policy", "rounds won", "speed"], *reached])
+                f"{kind}: against the optimum\n" + text_columns([["policy", "rounds won", "speed"], *reached])
             )
         return "\n\n".join(texts)
 
 
 class Rounds:
-    """The rounds of one size class and kind of table. `begin` forgets the one that is not over."""
+    """The rounds of one size class and kind of table. `begin` discards the unfinished one."""
 
     def __init__(self, mode: Mode, known: SizeClass) -> None:
         self.mode, self._known = mode, known
@@ -129,7 +129,7 @@ class Rounds:
         self._waiting = {part for name in in_play for part in self._options[name]}
 
     def add(self, kind: Kind, record: PathCost, cost: float, size_bytes: int) -> None:
-        """Take a cost. With the last one that the round waits for, it is counted who won."""
+        """Add a cost. The last one that the round waits for ends it."""
         if kind not in self._kinds:
             return
         self._bytes += size_bytes
@@ -137,10 +137,10 @@ class Rounds:
         if record in self._waiting:
             self._waiting.discard(record)
             if not self._waiting:
-                self._count()
+                self._end_round()
                 self.begin()
 
-    def _count(self) -> None:
+    def _end_round(self) -> None:
         # One that is out of play was measured earlier: it cannot have beaten this round's fastest.
         costs = {
             name: sum(median_low(self._seen.get(part, [part.cost])) for part in parts)
@@ -165,7 +165,7 @@ class Rounds:
         return _named([self._known.best[kind, self._known.home] for kind in self._kinds])
 
     def row(self) -> ReportRow:
-        """What was counted. At least one round must be over."""
+        """The counts. At least one round must have ended."""
         return ReportRow(
             kind=self.mode,
             class_bytes=1 << self._known.number,
@@ -199,8 +199,8 @@ def shares(counted: Sequence[Rounds]) -> dict[str, Share]:
     return found
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as text in columns; the first line is the head."""
+def text_columns(lines: Sequence[Sequence[str]]) -> str:
+    """A table as text; the first line is the head."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -15,8 +15,8 @@ from penstock.options import Directories, Explorers, IoOptions
 from penstock.storage.aligned import align_up
 from penstock.storage.checksum import crc32c_at
 from penstock.storage.choice import Choice
+from penstock.storage.cost_sharing import CostSharing
 from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
-from penstock.storage.exchange import Exchange
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.files import Closing
 from penstock.storage.nvme.url import Url
@@ -128,7 +128,7 @@ class SpillSpace(Closing):
         # From allocation on: the I/O path to write by, and whether that explores.
         self._chosen: dict[Extent, tuple[str, bool]] = {}
         self._asked: dict[Kind, int] = {"write": 0, "read": 0}
-        self._exchange: Exchange | None = None
+        self._sharing: CostSharing | None = None
         self._closed = False
 
     @property
@@ -334,10 +334,10 @@ class SpillSpace(Closing):
         return choice
 
     def share(self, store: Store, explorers: Explorers, rank: int, ranks: int) -> None:
-        """Share what is learned with the other ranks of a job from now on, as Exchange does."""
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = Exchange(store, self.choices, self.lock, self.device_kind, explorers, rank, ranks)
+        """Share what is learned with the other ranks of a job from now on, as CostSharing does."""
+        if self._sharing is not None:
+            self._sharing.close()
+        self._sharing = CostSharing(store, self.choices, self.lock, self.device_kind, explorers, rank, ranks)
 
     def save_tables(self) -> None:
         """Add what was learned to the file that was given as ``costs``, if any."""
@@ -363,8 +363,8 @@ class SpillSpace(Closing):
         with self.lock:
             first = not self._closed
             self._closed = True
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._sharing is not None:
+            self._sharing.close()
         timeout_s = 0.0 if self._queue.hangs else self.timeout_s
         if not self._queue.close(timeout_s) or not self._io.close(timeout_s):
             self._queue.give_up()

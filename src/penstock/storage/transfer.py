@@ -1,4 +1,4 @@
-"""A transfer between memory and a file: asked for, under way, or over. And what every transport promises."""
+"""The record of a transfer between memory and a file, and the contract of transports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TransportUnavailable(Exception):
 
 
 class TransportBroken(ValueError):
-    """The transport carries out nothing any more: says why, and what to do."""
+    """The transport is broken: its text says why, and what to do."""
 
     def __init__(self, error_number: int) -> None:
         remedy = "Give the process more memory"
@@ -66,37 +66,37 @@ class File(NamedTuple):
 
 
 class Transfer:
-    """Bytes to move between memory and an open file, once. Offset, address and size may be odd.
+    """One transfer between memory and an open file. Offset, address and size may be unaligned.
 
     size_bytes   above zero; a transport cuts large transfers itself
     method       one of the transport's `methods`
     padded       the file is the requester's from the multiple of its alignment below ``offset`` to
                  the one above the end: a write may put anything there
-    keep         what keeps the memory alive: held until the transfer is over
-    priority     DEMAND: somebody waits for it. PREFETCH: it will be waited for. EVICT: it may take its time
-    on_done      called once it is over, with it, on any thread
+    keep         reference that keeps the memory alive until the transfer ends
+    priority     DEMAND: a kernel waits for it. PREFETCH: one will. EVICT: the least urgent
+    on_done      called once with the transfer when it has ended, on any thread
 
-    When it is over, its memory is free to be used, unless it is abandoned:
+    After its end its memory can be reused, unless it is abandoned:
 
     error_number           0, or an errno; ECANCELED where it was cancelled before it began. EIO also
                            where the file ends before the transfer does
     started_s, finished_s  time.perf_counter() when the transport began and ended it
-    abandoned              what carried it out broke: the system may use its memory, and write to the file,
-                           until the process ends
-    unsettled              a write that was sent to a remote drive, and lost with its connection, may land yet
-                           (`Namespace.quiesce_s`), over what is written there next
+    abandoned              the transport broke: the kernel may use its memory, and write to the file, until
+                           the process ends
+    unsettled              a write to a remote drive whose connection was lost: it may still be carried out
+                           (`Namespace.quiesce_s`), and overwrite what is written there next
 
     Of those of a SpillSpace:
 
     extent     where in the space its bytes lie
-    callback   called when all that follows from its end is done
-    error      None, or what went wrong: then the destination holds anything
-    parts      where it lies in several files: what carries it out
-    left       of these, those that are not over
-    failed     of these, the first that failed
+    callback   called last, when the queue has processed its end
+    error      None, or why it failed: then the content of the destination is undefined
+    parts      transfers that carry it out, where it lies in several files
+    left       number of parts that have not ended
+    failed     the first part that failed
     explores   its I/O path is not known to be the best
-    measured   its cost is of interest: it has its direction to itself. False where that is given up
-    rehearsed  it is carried out twice, and the second time is measured
+    measured   its cost is measured: it has its direction to itself. False where that is given up
+    rehearsed  it is carried out twice, and the second one is measured
     checked    its bytes are checksummed
     asked_s    time.perf_counter() when it was asked for
     began_s    when it was handed to the transport, 0 before
@@ -136,18 +136,18 @@ class Transfer:
         self.on_done = on_done
 
     def hurry(self) -> None:
-        """Somebody waits for it now: it is a demand from here on. Costs little where that changes nothing."""
+        """Raise its priority to DEMAND. Cheap where it has that already."""
         if self.priority != DEMAND:
             self.queue.hurry(self)
 
     def end(self, error_number: int = 0, started_s: float = 0.0, abandoned: bool = False) -> None:
-        """It is over. Called by transports, which then have nothing more to do with it."""
+        """End the transfer. Called by transports, which must not use it afterwards."""
         self.error_number, self.abandoned = error_number, abandoned
         self.finished_s = time.perf_counter()
         self.started_s = started_s or self.finished_s
         try:
             self.on_done(self)
-        except Exception as error:  # the requester's fault: the other transfers go on
+        except Exception as error:  # of the callback: the other transfers go on
             log_failed(self, error)
 
     def __repr__(self) -> str:
@@ -179,19 +179,19 @@ class Transport(Protocol):
     methods: tuple[str, ...]
 
     def submit(self, transfers: Sequence[Transfer], /) -> None:
-        """Begin them. ``on_done`` of each is called once, on a thread of the transport, or before this
-        returns where that is quicker; of one that is cancelled, maybe on the thread of who cancels.
+        """Start transfers. ``on_done`` of each is called once, on a thread of the transport, or before this
+        returns where that is quicker; of a cancelled one, maybe on the thread that cancels.
 
         Raises ValueError after `close`, or where a method is unknown, before any of them begins;
         TransportBroken where nothing can be carried out any more.
         """
 
     def cancel(self, transfers: Sequence[Transfer], /) -> int:
-        """End with ECANCELED those that have not begun. Gives their number."""
+        """End with ECANCELED those that have not begun. Returns their number."""
         ...
 
     def hurry(self, transfers: Sequence[Transfer], /) -> None:
-        """Make demands of those that are not over."""
+        """Raise the priority of those that have not ended to DEMAND."""
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         """Wait for every transfer, then end the transport. Idempotent.
@@ -202,8 +202,8 @@ class Transport(Protocol):
 
 
 def move_fully(move: Callable[[int, int], int], size_bytes: int) -> int:
-    """Call ``move(begin, end)``, which gives how many of these bytes it moved, until all are; give 0, or an
-    errno. A busy device is tried again for 0.1 s."""
+    """Call ``move(begin, end)``, which returns how many of these bytes it moved, until all are. Returns 0, or
+    an errno. A busy device is retried for 0.1 s."""
     done = busy = 0
     while done < size_bytes:
         try:

@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock")
 
 
 class Workers:
-    """The half of the transport contract that does not depend on where the bytes go, to inherit from.
+    """Base class of transports: threads, priorities and ends of transfers. Subclasses implement `perform`.
 
     piece_bytes    larger transfers are cut into pieces of about this size, which several threads
                    carry out at once; None to leave them whole. A multiple of the files' alignment
@@ -39,7 +39,7 @@ class Workers:
             thread.start()
 
     def perform(self, transfer: Transfer, begin: int, end: int) -> int:
-        """Carry out the bytes [begin, end) of the transfer. Gives 0, or an errno."""
+        """Move the bytes [begin, end) of the transfer. Returns 0, or an errno."""
         raise NotImplementedError
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
@@ -120,7 +120,7 @@ class _Job:
 
     waiting     pieces of it, [begin, end), that have not begun; they share no block of the file
     priority    of these
-    in_flight   pieces that have begun and are not over
+    in_flight   pieces that have begun and not ended
     """
 
     def __init__(self, transfer: Transfer, piece_bytes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What a linear program knows of an iteration: what may leave, and slots, which it takes for moments."""
+"""The iteration as the linear program sees it: eviction candidates, and time slots."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.planners.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class EvictionCandidates(Periods):
-    """The trace's inactive periods, and more of each. K kernels; kernel K + k is kernel k of the next
-    iteration, kernel k - K of the one before.
+    """The trace's inactive periods, with more columns. K kernels; kernel K + k is kernel k of the next
+    iteration, kernel k - K of the previous one.
 
     ready                [P] kernel after which the tensor can be copied: the last that writes it, maybe
                          in the iteration before; -1 where it can be copied from the start
@@ -28,7 +28,7 @@ class EvictionCandidates(Periods):
     recompute_s          [P] time of the kernel that recomputes the tensor; infinite where none can
     recompute_until      [P] last kernel before which it can be recomputed: later, an input is gone
     wraps                a period reaches into the next iteration
-    lossy                codec of some of what leaves compressed, or empty
+    lossy                codec of lossy evictions, or empty
     """
 
     version: IntArray
@@ -94,15 +94,15 @@ def _versions(
     return version, rank, opened
 
 
-_MEMORY_SHARE = 0.3  # how much the change of memory counts for a slot's share, against time
+_MEMORY_SHARE = 0.3  # weight of the change of memory in a slot's share; that of time is 1
 _LONG = 0.25  # of a slot's share of the time: a kernel that takes as long gets a slot of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """S slots. Kernel k is two steps: 2 k, waiting for its start, and 2 k + 1, its run. A slot is some steps
-    in a row, and ends at the start or at the end of a kernel's run. There, memory is looked at. Slot
-    S + q, and step 2 K + s, are those of the next iteration.
+    """S slots. Kernel k has two steps: 2 k, the wait for its start, and 2 k + 1, its run. A slot is a range
+    of steps, and ends at the start or the end of a kernel's run, where memory is constrained. Slot S + q and
+    step 2 K + s are those of the next iteration.
 
     of_step     [2 K] slot of each step
     last_step   [S] the last step of each slot
@@ -126,15 +126,15 @@ class Slots:
         return result
 
     def before(self, kernel: IntArray) -> IntArray:
-        """The slot in which each kernel is waited for; kernels beyond the iteration give slots beyond it."""
+        """The slot of each kernel's wait; kernels beyond the iteration give slots beyond it."""
         steps = len(self.of_step)
         result: IntArray = self.of_step[2 * kernel % steps] + 2 * kernel // steps * len(self)
         return result
 
 
 def make_slots(trace: Trace, candidates: EvictionCandidates, count: int) -> Slots:
-    """About ``count`` slots with equal shares of time and of change of memory, or, where there are no more
-    kernels, one or two for each."""
+    """About ``count`` slots with equal shares of time and of change of memory; one or two for each kernel
+    where there are fewer kernels."""
     kernels, time_s = trace.kernels, trace.fastest_time_s
     ends = np.zeros(2 * kernels, dtype=np.bool_)
     looked_at = _tallest(trace, candidates, min(count, kernels)) if kernels else np.zeros(0, int)
@@ -146,7 +146,7 @@ def make_slots(trace: Trace, candidates: EvictionCandidates, count: int) -> Slot
 
 
 def _tallest(trace: Trace, candidates: EvictionCandidates, count: int) -> IntArray:
-    """The kernel with the most memory out of each of ``count`` groups of kernels in a row."""
+    """The kernel with the most memory in each of ``count`` groups of consecutive kernels."""
     kernels = trace.kernels
     if count == kernels:
         return np.arange(kernels)

@@ -23,10 +23,10 @@ Rules that keep copies and kernels apart:
 Streams and events are made once and kept; beyond these `record_stream` is called only for tensors that
 the program has called it for: each makes the pools of the allocator grow.
 
-The budget is of reserved bytes, beside those of what was there before: what the run moves of that counts
-from when it meets it, and is reported from the next step on. The allocator is capped at it, so that fragments
-count too: where the tensors would fit and the allocator still finds no room, more leaves, and from the next
-step on large tensors share one segment, and move within it (penstock.runtime.devices.compaction).
+The budget is of reserved bytes. A tensor that was allocated before the run counts from its first use on, and
+in reports from the next step on. The allocator is limited to the budget, so that fragments count too: where
+the tensors would fit and the allocator still finds no room, more are evicted, and from the next step on large
+tensors share one segment, and move within it (penstock.runtime.devices.compaction).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class AcceleratorDevice:
         self._ended: Any = None  # of the one before
         self._was_idle = True
         self._step_begun = self._timed_event()
-        self._reserved.cap()
+        self._reserved.set_limit()
 
     # -- which storages ------------------------------------------------------------------------
 
@@ -156,8 +156,8 @@ class AcceleratorDevice:
         return True
 
     def _come_below_the_limit(self) -> int:
-        """What was there before, and counts now, may be above it. A small tensor keeps a whole segment: bytes
-        that stay above it for that."""
+        """Evict tensors of before the run that count now. Returns the bytes that stay reserved above the
+        budget: a small tensor keeps a whole segment."""
         engine = self.engine
         assert engine is not None
         with engine.lock:
@@ -221,7 +221,7 @@ class AcceleratorDevice:
             slot: Slot = managed.slot
             content = self._driver.allocate(slot.packed_bytes, managed.place)
             if content is None:
-                self._was_refused(slot.packed_bytes)
+                self._on_out_of_memory(slot.packed_bytes)
                 return False
             self._packing.add(managed, content, slot.codec)
             return True
@@ -230,7 +230,7 @@ class AcceleratorDevice:
         self._driver.set_access_error(storage, None)
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
             self._driver.set_access_error(storage, AWAY_TEXT)
-            self._was_refused(managed.size_bytes)
+            self._on_out_of_memory(managed.size_bytes)
             return False
         self._compaction.put(managed, storage)
         for stream in self._recorded.get(managed.key, ()):  # the allocator knows it of other memory
@@ -347,9 +347,9 @@ class AcceleratorDevice:
         assert self.engine is not None
         return self._compaction.make_holes(self.engine, (size_bytes,), may_leave=waits) or waits
 
-    def _was_refused(self, size_bytes: int) -> None:
+    def _on_out_of_memory(self, size_bytes: int) -> None:
         self.memory.asks_in = 0
-        self._compaction.was_refused(size_bytes)
+        self._compaction.on_out_of_memory(size_bytes)
 
     @property
     def _has_one_stream(self) -> bool:
@@ -361,7 +361,7 @@ class AcceleratorDevice:
         self._opened_in = self._steps
         self._reserved.measure()
         self._empty_segments()
-        size_bytes = self._reserved.segment_bytes()
+        size_bytes = self._reserved.largest_new_segment_bytes()
         if size_bytes < self._reserved.budget_bytes // 2 or not self._compaction.open(
             size_bytes, self._streams[0]
         ):
@@ -389,7 +389,7 @@ class AcceleratorDevice:
         for size_bytes in sizes:
             taken.append(self._driver.allocate(size_bytes, stream))
             if taken[-1] is None:
-                self._was_refused(size_bytes)
+                self._on_out_of_memory(size_bytes)
                 return False
         return True
 
@@ -485,11 +485,11 @@ class AcceleratorDevice:
             return False
         engine = self.engine
         assert engine is not None
-        self._reserved.was_refused()
+        self._reserved.on_out_of_memory()
         asked_bytes = _asked_bytes(error)
         if asked_bytes > LARGEST_SMALL_BYTES:
             asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
-        self._was_refused(asked_bytes)
+        self._on_out_of_memory(asked_bytes)
         segment = self.memory.segment
         if segment is not None and asked_bytes > 0:
             if asked_bytes <= LARGEST_SMALL_BYTES:
@@ -507,7 +507,7 @@ class AcceleratorDevice:
         if not self._driver.is_out_of_memory(error):
             return
         asked_bytes = max(needed_bytes, _asked_bytes(error), 1)
-        in_use_bytes, fragments_bytes = self._reserved.was_refused()
+        in_use_bytes, fragments_bytes = self._reserved.on_out_of_memory()
         least_bytes = max(self.budget_for(asked_bytes), self._reserved.budget_bytes + SMALL_SEGMENT_BYTES)
         raise BudgetTooSmall(
             f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "

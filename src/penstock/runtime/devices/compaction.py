@@ -1,7 +1,7 @@
 """One segment of the allocator for all large tensors, and memory in one piece where only pieces are free.
 
-torch's caching allocator never moves what it gave. Where tensors leave and come back all the time, free
-memory is soon in pieces, and a tensor that would fit is refused. So the large tensors of a run are put into
+torch's caching allocator never moves a block. Where tensors are evicted and return all the time, free memory
+is soon fragmented, and a tensor that would fit is refused. So the large tensors of a run are put into
 one segment of the allocator's, which is followed block by block (csrc/runtime/device_segment.hpp). Before
 something is made or comes back that no free block is large enough for, what lies in the cheapest place for it
 goes elsewhere: by a copy within the device, on the stream that owns the memory and without the host; where it
@@ -25,15 +25,15 @@ from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
 
-# Places that are cleared for one request at most, many of them to make a free block larger.
+# Most places to clear for one request, many of them to enlarge a free block.
 ATTEMPTS = 32
 
-# So often the allocator may refuse what would fit: then it does not divide memory as is thought here.
+# Refusals of what should fit, after which the model of the allocator here counts as wrong.
 SURPRISES = 8
 
 
 class Driver(Protocol):
-    """Of penstock.runtime.devices.driver.Driver, what is used here."""
+    """The part of penstock.runtime.devices.driver.Driver that is used here."""
 
     def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None: ...
 
@@ -43,10 +43,10 @@ class Driver(Protocol):
 
 
 class Compaction:
-    """Frees memory in one piece. With the engine's lock held, on the thread of the kernels.
+    """Frees contiguous memory. Called with the engine's lock held, on the thread of the kernels.
 
     refused       blocks that the allocator refused since the segment was opened, or the run began
-    moved_bytes   within the device, in all
+    moved_bytes   within the device, in total
     """
 
     def __init__(self, driver: Driver, events: Events, copies: Copies, memory: DeviceMemory) -> None:
@@ -64,8 +64,8 @@ class Compaction:
         return self._segment is not None
 
     def open(self, size_bytes: int, stream: Any) -> bool:
-        """Have the allocator reserve a segment of so many bytes, in which large tensors go from now on. What
-        it keeps for later was given back. False: there is not so much memory."""
+        """Make the allocator reserve a segment, into which large tensors go from now on. Its cache must be
+        empty. False: out of memory."""
         self.close()
         address = self._driver.reserve(size_bytes, stream)
         if address is None:
@@ -78,17 +78,17 @@ class Compaction:
         return True
 
     def close(self) -> None:
-        """Follow it no more. What is in it stays there."""
+        """Stop following the segment. Tensors stay where they are."""
         if self._segment is not None:
             self._segment.clear()
         self._memory.segment = self._segment = None
 
     def put(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        """The storage was given memory."""
+        """Memory was allocated for the storage."""
         if self._segment is not None:
             self._segment.put(managed, storage.data_ptr())
 
-    def was_refused(self, size_bytes: int) -> None:
+    def on_out_of_memory(self, size_bytes: int) -> None:
         """The allocator had no block of so many bytes."""
         self.refused += 1
         segment = self._segment
@@ -100,9 +100,9 @@ class Compaction:
             self.close()
 
     def make_holes(self, engine: CopyEngine, sizes: Sequence[int], *, may_leave: bool) -> bool:
-        """Have free blocks of these sizes together, the largest first. False: there are none.
+        """Make free blocks of these sizes, the largest first. False: not possible.
 
-        may_leave   what no plan lets leave may, where nothing else helps
+        may_leave   tensors that no plan evicts may be evicted, where nothing else helps
         """
         if self._clearing:  # what comes back meanwhile must not take the place
             return False
@@ -160,13 +160,13 @@ class Compaction:
     def _hold(
         self, segment: DeviceSegment, held: list[tuple[int, torch.UntypedStorage]], address: int
     ) -> bool:
-        """Take the free block at the address. Where others are as large, the allocator gives the first."""
+        """Take the free block at the address. Of blocks of equal size the allocator returns the first."""
         strays: list[tuple[int, torch.UntypedStorage]] = []
         try:
             while (free_bytes := segment.free_at(address)) > 0:
                 content = self._driver.allocate(free_bytes, self._stream)
                 if content is None:
-                    self.was_refused(free_bytes)
+                    self.on_out_of_memory(free_bytes)
                     return False
                 taken = content.data_ptr()
                 segment.hold(taken, free_bytes)
@@ -194,7 +194,7 @@ class Compaction:
 
     def _resize(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if not self._driver.resize(storage, managed.size_bytes, managed.place):
-            self.was_refused(managed.size_bytes)
+            self.on_out_of_memory(managed.size_bytes)
             return False
         self.moved_bytes += managed.size_bytes
         return True

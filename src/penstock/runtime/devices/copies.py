@@ -42,7 +42,7 @@ class Slot:
 
 
 class Events:
-    """Made once, and kept: each that torch makes costs more than a copy's launch."""
+    """Reuses events: making one in torch costs more than launching a copy."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -57,13 +57,13 @@ class Events:
         return event
 
     def order(self, first: Any, then: Any) -> None:
-        """What the stream `then` does from now on comes after what `first` was given."""
+        """Make work issued to the stream `then` from now on wait for the work already issued to `first`."""
         event = self.record(first)
         then.wait_event(event)
         self.free.append(event)
 
     def complete(self, stream: Any) -> None:
-        """Wait, on the host, for all that the stream was given."""
+        """Block the host until all work issued to the stream has ended."""
         event = self.record(stream)
         event.synchronize()
         self.free.append(event)
@@ -112,7 +112,7 @@ class Copies:
                 f"penstock-disk-{name}",
                 functools.partial(self._move_disk, move, staged),
                 driver.marked,
-                staged.make_way,
+                staged.wait_for_room,
             )
             for name, move, staged in (
                 ("out", self.paths.write, self._staged_out),
@@ -190,32 +190,32 @@ class Copies:
             self.slab.release(slot.block)
 
     def join(self, managed: ManagedStorage) -> bool:
-        """Have kernels wait for the storage's copy. False: it is none that they can wait for."""
+        """Make kernels wait for the storage's copy. False: there is no copy that they can wait for."""
         with self._lock:
             joinable = self._joinable.pop(managed.key, None)
             if joinable is None:
                 return False
             waiting, copy = joinable
             managed.waits = False
-            event = waiting.begin(copy)
-            if event is None:  # it failed, which the host is told
+            event = waiting.issue_now(copy)
+            if event is None:  # it failed, as `done` reports
                 return False
             self._joined.add(event)
-            copy.storage = None  # who frees the memory from now on frees it behind the copy
+            copy.storage = None  # memory freed from now on is freed behind the copy
             for stream in {*self.streams, managed.place}:
                 stream.wait_event(event)
         return True
 
     def change(self, managed: ManagedStorage, change: Callable[[], Any]) -> bool:
-        """Do it before the storage's copy begins, which waits for the event that it gives. False: there is no
-        such copy, or it has begun."""
+        """Call ``change`` before the storage's copy is issued, and make the copy wait for the event that it
+        returns. False: there is no such copy, or it was issued already."""
         with self._lock:
             joinable = self._joinable.get(managed.key)
-            managed.waits = joinable is not None and joinable[0].change(joinable[1], change)
+            managed.waits = joinable is not None and joinable[0].add_wait(joinable[1], change)
             return managed.waits
 
     def add_stream(self, stream: Any) -> None:
-        """Kernels run on it, too: it waits for what the others wait for."""
+        """Kernels run on this stream, too: make it wait for the copies that the others wait for."""
         with self._lock:
             self.streams.append(stream)
             for event in self._joined:
@@ -231,7 +231,7 @@ class Copies:
         self.slab.close()
 
     def _issue(self, out: bool, copy: Copy, stream: Any) -> Any:
-        """Between the device and the host; the event after which it is over."""
+        """Issue a copy between device and host. Returns the event at its end."""
         content = as_bytes(copy.storage)[copy.begin : copy.begin + copy.size_bytes]
         host = self.slab.tensor(copy.block, copy.size_bytes)
         self._driver.copy(*((host, content) if out else (content, host)), stream)

@@ -16,7 +16,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
-from penstock.runtime.devices.queues import Copy, Outcome, failure
+from penstock.runtime.devices.queues import Copy, Outcome, copy_error
 from penstock.storage.choice import Choice
 from penstock.storage.costs import Kind
 from penstock.storage.extents import Extent
@@ -30,20 +30,20 @@ TRIAL_BYTES = (1 << 20) + 1001
 class Bounce(Protocol):
     """The path through host memory, in one direction: penstock.runtime.devices.staging."""
 
-    def carry(self, copy: Copy, priority: int, done: Done) -> None:
-        """Begin it. Others may be under way."""
+    def start(self, copy: Copy, priority: int, done: Done) -> None:
+        """Start the copy. Others may be in flight."""
 
     def drain(self) -> bool:
-        """Wait until all are over."""
+        """Wait until all copies have ended."""
         ...
 
 
 class Paths:
-    """Moves storages between a device and the disk, each by the path that is best for its size.
+    """Copies storages between a device and the disk, each by the path that is fastest for its size.
 
     choice   between the paths; None where there is only the bounce path
 
-    Raises InvalidArgument where the direct path was asked for by name, and is not usable.
+    Raises InvalidArgument where the direct path was requested by name, and is not usable.
     """
 
     def __init__(self, spill: SpillSpace, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Paths:
         choice, size_bytes = self.choice, copy.size_bytes
         is_seen = copy.managed.lasts and not self._spill.gpu_direct_only  # a processor checksums it
         if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES or is_seen:
-            bounce.carry(copy, priority, done)
+            bounce.start(copy, priority, done)
             return
         with self._spill.lock:
             if kind == "write":
@@ -101,7 +101,7 @@ class Paths:
         if path != BOUNCE:
             over(*self._directly(kind, copy))
             return
-        bounce.carry(copy, priority, over)
+        bounce.start(copy, priority, over)
         if measured:
             bounce.drain()
 
@@ -111,7 +111,7 @@ class Paths:
             assert copy.storage is not None
             transfer = _move_directly(self._spill, kind, copy.block, copy.storage)
         except Exception as error:
-            return failure(error), []
+            return copy_error(error), []
         if transfer.error is not None:
             return transfer.error, []
         # It occupies both links at once.
@@ -119,7 +119,7 @@ class Paths:
         return None, [copy.moved(link, transfer.started_s, transfer.finished_s) for link in links]
 
     def _trial_failure(self, device: torch.device) -> str | None:
-        """What goes wrong when bytes are written by the direct path and read back; None if all is well."""
+        """Why bytes cannot be written by the direct path and read back; None where they can."""
         # Made without random numbers: the program's stay what they would be without penstock. A copy from
         # ordinary host memory is complete when it returns.
         written = (torch.arange(TRIAL_BYTES) * 131 % 251).to(torch.uint8).to(device)

@@ -10,12 +10,12 @@ import torch
 
 
 class Memory(NamedTuple):
-    """What the allocator says.
+    """Counters of the allocator.
 
     allocated_bytes   in tensors
-    reserved_bytes    taken from the device, in tensors or kept for later
-    small_bytes       of these in segments of small blocks
-    peak_...          the most of each since the peaks were reset
+    reserved_bytes    taken from the device: in tensors, or cached
+    small_bytes       of these, in segments of small blocks
+    peak_...          peaks of each since `reset_peaks`
     """
 
     allocated_bytes: int
@@ -30,10 +30,10 @@ class Driver(Protocol):
     """What an accelerator can do. Streams and events are as torch.Stream and torch.Event.
 
     device           with its index
-    memory_manager   who gives the device its memory, for reports
+    memory_manager   name of the allocator, for reports
     name             of the device's model
-    total_bytes      of its memory
-    free_bytes       of it, that nobody has taken
+    total_bytes      of device memory
+    free_bytes       of device memory, that no process has allocated
     """
 
     device: torch.device
@@ -55,17 +55,17 @@ class Driver(Protocol):
         ...
 
     def current_stream(self) -> Any:
-        """That kernels of this thread go to."""
+        """The stream that this thread's kernels are issued to."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Copy bytes, on the stream: one of the two is on the device, the other in page-locked memory."""
 
     def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None:
-        """Memory of the stream's; None where there is none."""
+        """Allocate memory on the stream; None: out of memory."""
 
     def reserve(self, size_bytes: int, stream: Any) -> int | None:
-        """Keep so many bytes for later, in one segment of the stream's; its address. None: there is not so
-        much, or no segments that blocks are cut from."""
+        """Reserve one segment on the stream, to cut blocks from. Returns its address; None: out of memory, or
+        the allocator has no such segments."""
 
     def pack(
         self,
@@ -81,19 +81,19 @@ class Driver(Protocol):
     def unpack(
         self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
     ) -> bool:
-        """The reverse, on the stream, into ``content``. False: they are damaged."""
+        """The reverse, on the stream, into ``content``. False: the bytes are damaged."""
         ...
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
-        """Empty the storage, or give an empty one memory of the stream's. False: there is none."""
+        """Free the storage's memory, or allocate memory on the stream for it. False: out of memory."""
         ...
 
     def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
-        """When the storage is freed, its memory is handed out again after the stream has done what it has
-        then."""
+        """As torch.Tensor.record_stream: once freed, the storage's memory is reused only after the work that
+        the stream then has."""
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
-        """Have each access to the storage raise this text, where torch can; None: no longer."""
+        """Make each access to the storage raise this text, where torch supports that; None: no longer."""
 
     def page_lock(self, address: int, size_bytes: int) -> bool: ...
 
@@ -108,10 +108,10 @@ class Driver(Protocol):
     def reset_peaks(self) -> None: ...
 
     def empty_cache(self) -> None:
-        """Give back what the allocator keeps for later."""
+        """Free what the allocator caches."""
 
     def limit(self, reserved_bytes: int | None) -> None:
-        """Reserve no more; None: as much as there is."""
+        """Limit what the allocator reserves; None: no limit."""
 
     def is_out_of_memory(self, error: BaseException) -> bool: ...
 
@@ -119,5 +119,5 @@ class Driver(Protocol):
         """Wait for all streams."""
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Show what is done meanwhile on this thread in a profiler, by that name."""
+        """A range of this name in profilers, on this thread."""
         ...

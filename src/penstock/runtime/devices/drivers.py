@@ -1,4 +1,4 @@
-"""The kinds of accelerators that runs use: what is asked of a device by name is asked here."""
+"""The table of accelerators, and the checks of a device that the user names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRIVERS: dict[str, Callable[[torch.device], Driver]] = {"cuda": CudaDriver}
 
 
 def device_of(wanted: str | torch.device) -> torch.device:
-    """The device that is meant, which is there and can be used. Raises InvalidArgument, DeviceUnavailable."""
+    """Parse a device, and check that it can be used. Raises InvalidArgument, DeviceUnavailable."""
     try:
         device = torch.device(wanted)
     except (RuntimeError, TypeError) as error:
@@ -37,7 +37,7 @@ def device_of(wanted: str | torch.device) -> torch.device:
 
 
 def driver_of(device: torch.device) -> Driver:
-    """A driver of an accelerator. Raises as `device_of`."""
+    """Make the driver of an accelerator. Raises as `device_of`."""
     device = device_of(device)
     return DRIVERS[device.type](device)
 

@@ -1,4 +1,4 @@
-"""Copies that wait for their turn, or were given to a stream, and the threads that see to them."""
+"""Queues of copies, by priority, and the threads that start them and report their ends."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from penstock.storage.extents import Extent
 
 logger = logging.getLogger("penstock")
 
-# That a stream has been given, and not done: what is needed now waits for these bytes. The link is not to be
-# idle while another thread keeps Python from looking at it, which is for 5 ms (sys.getswitchinterval).
+# Most bytes issued to a stream and not copied yet: an urgent copy waits for them. They keep the link busy
+# while another thread holds the GIL, for 5 ms (sys.getswitchinterval).
 STREAM_BYTES = 128 << 20
 
-# What went wrong, and what was moved.
+# The error, if any, and what was moved.
 Outcome = tuple[PenstockError | None, Sequence[Moved]]
 
-# Begins a copy of that priority; tells when it is over, on any thread.
+# Starts a copy of that priority, and calls Done at its end, on any thread.
 CarryOut = Callable[["Copy", int, Done], None]
 
 Marked = contextlib.AbstractContextManager[None]
 
 
 class Copy:
-    """One copy between a storage on the device and a block of a lower tier, or what packs or expands it.
+    """One copy between a storage on the device and a block of a lower tier, or one compression or expansion.
 
-    storage             kept until the copy is over
-    ready               events after which it may begin: of kernels that made the content, or used the memory
-                        before. They are free again when ``done`` is called
-    begin, size_bytes   the part of the storage that is copied, all of it unless told
-    waits, over         it was not given to a stream yet; the event after which it is over there
+    storage             referenced until the copy ends
+    ready               events to wait for: of kernels that write the content, or used the target memory. They
+                        can be reused once ``done`` is called
+    begin, size_bytes   the part of the storage that is copied; by default all of it
+    waits, over         it was not issued to a stream yet; the event at its end, once it was
     """
 
     __slots__ = ("begin", "block", "done", "managed", "over", "ready", "size_bytes", "storage", "waits")
@@ -68,13 +68,13 @@ class Copy:
         self.size_bytes = storage.nbytes() if size_bytes is None else size_bytes
 
     def wait(self) -> None:
-        """Wait, on the host, until it may begin."""
+        """Block the host until the copy may begin."""
         for event in self.ready:
             event.synchronize()
 
     @property
     def text(self) -> str:
-        """For profilers."""
+        """Its name in profilers."""
         which = f"tensor {self.managed.index}, " if self.managed.index >= 0 else ""
         return f"{which}{self.size_bytes} bytes"
 
@@ -85,10 +85,9 @@ class Copy:
 
 
 class _Queue:
-    """Copies of one direction that wait, the most urgent first, and a thread that sees to them until it is
-    closed.
+    """Waiting copies of one direction, the most urgent first, and a thread that serves them until `close`.
 
-    marked    see Driver: what shows each copy in a profiler
+    marked    shows each copy in a profiler: see Driver
     """
 
     def __init__(self, name: str, marked: Callable[[str], Marked]) -> None:
@@ -111,20 +110,20 @@ class _Queue:
             if self._closed:
                 raise PenstockError("the run is closed: no tensor can be moved any more")
             heapq.heappush(self._waiting, (priority, next(self._count), copy))
-            self._was_put()
+            self._on_put()
 
-    def _was_put(self) -> None:
-        """With the lock."""
+    def _on_put(self) -> None:
+        """A copy was added. The lock is held."""
         raise NotImplementedError
 
     def _wait_for(self, waiting: Sized) -> bool:
-        """With the lock: until something waits. False: nothing comes any more."""
+        """Block until something waits. False: the queue is closed. The lock is held."""
         while not waiting and not self._closed:
             self._changed.wait()
         return len(waiting) > 0
 
     def close(self, timeout_s: float) -> None:
-        """See to what waits, then end the thread. A copy that hangs is not waited for for longer."""
+        """Serve what waits, then end the thread. Give up on a copy that hangs after ``timeout_s``."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -134,9 +133,9 @@ class _Queue:
 
 
 class CopyQueue(_Queue):
-    """Begins copies of one direction and one tier on a thread of its own, the most urgent first.
+    """Starts copies of one direction and one tier on a thread of its own, the most urgent first.
 
-    make_way   blocks until one more may begin: what comes meanwhile and is more urgent goes first
+    wait_for_room   blocks until one more copy may begin; a more urgent one that arrives meanwhile goes first
     """
 
     def __init__(
@@ -144,18 +143,18 @@ class CopyQueue(_Queue):
         name: str,
         carry_out: CarryOut,
         marked: Callable[[str], Marked],
-        make_way: Callable[[], None] = lambda: None,
+        wait_for_room: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name, marked)
         self._carry_out = carry_out
-        self._make_way = make_way
+        self._wait_for_room = wait_for_room
         self._thread.start()
 
-    def _was_put(self) -> None:
+    def _on_put(self) -> None:
         self._changed.notify()
 
     def hurry(self, managed: ManagedStorage, priority: int) -> None:
-        """A copy of the storage that still waits is as urgent as ``priority`` now."""
+        """Raise the priority of the storage's waiting copy, if there is one."""
         with self._changed:
             for index, (before, count, copy) in enumerate(self._waiting):
                 if copy.managed is managed and priority < before:
@@ -166,13 +165,13 @@ class CopyQueue(_Queue):
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
             priority, _, copy = entry
-            over = functools.partial(_over, copy)
+            over = functools.partial(_finish, copy)
             refused = None
             try:
                 with self._mark(copy):
                     self._carry_out(copy, priority, over)
             except Exception as error:
-                refused = failure(error)
+                refused = copy_error(error)
             if refused is not None:
                 over(refused, [])
             del copy, entry, over, refused
@@ -181,18 +180,19 @@ class CopyQueue(_Queue):
         with self._changed:
             if not self._wait_for(self._waiting):
                 return None
-        self._make_way()
+        self._wait_for_room()
         with self._changed:  # nobody else takes any
             return heapq.heappop(self._waiting)
 
 
 class StreamQueue(_Queue):
-    """Gives the copies of one direction to a stream, the most urgent first, and sees on a thread when each is
-    over. The stream has enough of them to go from one to the next without the host; what waits here is
-    overtaken by what is needed now.
+    """Issues the copies of one direction to a stream, the most urgent first; a thread waits for their ends.
 
-    issue     of a Copy and the stream: returns the event after which it is over
-    recycle   takes that event when nobody waits for it any more
+    The stream always holds up to STREAM_BYTES, to go on without the host. Copies that wait here can still be
+    overtaken by a more urgent one.
+
+    issue     called with a Copy and the stream; returns the event at its end
+    recycle   called with that event once nothing waits for it
     """
 
     def __init__(
@@ -209,41 +209,41 @@ class StreamQueue(_Queue):
         self._link = link
         self._issue = issue
         self._recycle = recycle
-        self._begun: deque[tuple[Copy, Exception | None]] = deque()  # and why it did not
-        self._stream_bytes = 0  # of what was given to the stream, and is not over
+        self._issued: deque[tuple[Copy, Exception | None]] = deque()  # and the error of one that failed
+        self._stream_bytes = 0  # issued, and not copied yet
         self._thread.start()
 
-    def _was_put(self) -> None:
-        self._begin_some()
+    def _on_put(self) -> None:
+        self._issue_some()
 
-    def begin(self, copy: Copy) -> Any:
-        """Have it begin now, unless it has; the event after which it is over. None: it failed."""
+    def issue_now(self, copy: Copy) -> Any:
+        """Issue the copy now, if it waits. Returns the event at its end; None where it failed."""
         with self._changed:
             if copy.waits:
-                self._begin(copy)
+                self._issue_copy(copy)
             return copy.over
 
-    def change(self, copy: Copy, change: Callable[[], Any]) -> bool:
-        """Have the copy wait for the event that ``change`` gives. False: it gives none, or the copy has
-        begun."""
+    def add_wait(self, copy: Copy, make_event: Callable[[], Any]) -> bool:
+        """Make the copy wait for the event that ``make_event`` returns. False: it returns None, or the copy
+        was issued already."""
         with self._changed:
-            event = change() if copy.waits else None
+            event = make_event() if copy.waits else None
             if event is not None:
                 copy.ready.append(event)
             return event is not None
 
-    def _begin_some(self) -> None:
-        # Some of those that wait may have begun meanwhile.
+    def _issue_some(self) -> None:
+        # Some were issued already, by `issue_now`.
         while self._waiting and self._stream_bytes < STREAM_BYTES:
             copy = heapq.heappop(self._waiting)[-1]
             if copy.waits:
-                self._begin(copy)
+                self._issue_copy(copy)
 
-    def _begin(self, copy: Copy) -> None:
+    def _issue_copy(self, copy: Copy) -> None:
         copy.waits = False
         refused = None
         try:
-            # It may be a thread of the program's: no mode of its own sees the copy.
+            # It may run on a thread of the program, whose dispatch modes must not see the copy.
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._mark(copy):
                 for event in copy.ready:
                     self._stream.wait_event(event)
@@ -251,7 +251,7 @@ class StreamQueue(_Queue):
         except Exception as error:
             refused = error
         self._stream_bytes += copy.size_bytes
-        self._begun.append((copy, refused))
+        self._issued.append((copy, refused))
         self._changed.notify()
 
     def _serve(self) -> None:
@@ -263,41 +263,41 @@ class StreamQueue(_Queue):
                 if refused is not None:
                     raise refused
                 copy.wait()
-                begun_s = time.perf_counter()  # the copy before it is over, too
+                begun_s = time.perf_counter()  # the copy before it has ended, too
                 over.synchronize()
                 outcome = None, [copy.moved(self._link, begun_s, time.perf_counter())]
             except Exception as error:
-                outcome = failure(error), []
+                outcome = copy_error(error), []
             with self._changed:
                 self._stream_bytes -= copy.size_bytes
-                self._begin_some()
-            copy.storage = None  # whoever is told that the copy is over may free its memory
+                self._issue_some()
+            copy.storage = None  # `done` may free its memory
             del copy, entry, refused
-            tell(done, *outcome)
+            call_done(done, *outcome)
             if over is not None:
                 self._recycle(over)
             del done, outcome, over
 
     def _next(self) -> tuple[Copy, Exception | None] | None:
         with self._changed:
-            return self._begun.popleft() if self._wait_for(self._begun) else None
+            return self._issued.popleft() if self._wait_for(self._issued) else None
 
 
-def failure(error: Exception) -> PenstockError:
-    """What to tell where a copy raised."""
+def copy_error(error: Exception) -> PenstockError:
+    """The error to report for a copy that raised."""
     if isinstance(error, PenstockError):
         return error
     return PenstockError(f"a copy between the accelerator and the host failed: {error}")
 
 
-def tell(done: Done, error: PenstockError | None, moved: Sequence[Moved]) -> None:
-    """Call ``done``, where nobody hears what it raises."""
+def call_done(done: Done, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    """Call ``done``, and log what it raises: there is no caller to raise it in."""
     try:
         done(error, moved)
     except Exception:
         logger.exception("what follows a copy failed")
 
 
-def _over(copy: Copy, error: PenstockError | None, moved: Sequence[Moved]) -> None:
-    copy.storage = None  # whoever is told that the copy is over may free its memory
-    tell(copy.done, error, moved)
+def _finish(copy: Copy, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    copy.storage = None  # `done` may free its memory
+    call_done(copy.done, error, moved)

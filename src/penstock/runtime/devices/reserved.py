@@ -1,4 +1,4 @@
-"""The budget of what an accelerator's allocator reserves: tensors, fragments, and what it keeps for later."""
+"""Keeps the memory that an accelerator's caching allocator reserves within the budget."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from penstock.units import format_bytes
 # up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
 
-# Of the budget. What is free is in pieces, some of them too small to be used.
+# Share of the budget that is lost to free blocks too small to be used.
 PIECES_SHARE = 0.02
 
 
 def spare_bytes(trace: Trace, budget_bytes: int, small_bytes: int) -> int:
-    """Of the budget, that plans for the trace leave free: memory in pieces, and what segments of small blocks
-    have free while the step needs more than the budget. Other tensors cannot have it.
+    """Bytes of the budget that plans for the trace must leave free: for fragmentation, and for the free part
+    of segments of small blocks while the step needs more than the budget. Large tensors cannot use either.
 
-    small_bytes   most in such segments
+    small_bytes   peak of these segments
     """
     small = np.flatnonzero(trace.tensor_bytes <= LARGEST_SMALL_BYTES)
     death = np.minimum(trace.tensor_death[small], trace.kernels)
@@ -33,13 +33,13 @@ def spare_bytes(trace: Trace, budget_bytes: int, small_bytes: int) -> int:
 
 
 class ReservedMemory:
-    """Caps the allocator at the budget, beside what was there before the run; what the run moves of that
-    counts from when it meets it, and is reported from the next step on.
+    """Limits the allocator to the budget, plus what was allocated before the run. A tensor of before counts
+    against the budget once the run first sees it, and in reports from the next step on.
 
-    foreign_bytes     of what was there before, and is not the run's to move
-    above_limit_bytes   that stay reserved with it, as nothing more could leave
-    fragments_bytes   most that no tensor had, when the allocator was at its peak or found no room
-    small_bytes       most in segments of small blocks, ever
+    foreign_bytes       allocated before the run, and not managed by it
+    above_limit_bytes   reserved above the budget, as nothing more could be evicted
+    fragments_bytes     most reserved and in no tensor, at the allocator's peak or when it had no room
+    small_bytes         peak of segments of small blocks
 
     Raises InvalidArgument where the device has less.
     """
@@ -50,7 +50,7 @@ class ReservedMemory:
                 f"device_budget is {format_bytes(budget_bytes)}, and {driver.device} ({driver.name}) has "
                 f"{format_bytes(driver.total_bytes)}: give less than that, as others use some of it"
             )
-        driver.empty_cache()  # what is kept there is nobody's, and would raise the limit
+        driver.empty_cache()  # cached blocks are in no tensor, and would raise the limit
         before = driver.memory()
         if budget_bytes > (left_bytes := driver.free_bytes + before.reserved_bytes):
             raise InvalidArgument(
@@ -75,22 +75,22 @@ class ReservedMemory:
 
     @property
     def over_bytes(self) -> int:
-        """Reserved above the budget now."""
+        """Bytes reserved above the budget now."""
         own_bytes = self._driver.memory().reserved_bytes - self._foreign_reserved_bytes
         return max(own_bytes - self.budget_bytes, 0)
 
-    def cap(self) -> None:
+    def set_limit(self) -> None:
         self._driver.limit(self.limit_bytes)
 
     def take_over(self, size_bytes: int) -> None:
-        """The run moves so many bytes more of what was there before."""
+        """The run manages ``size_bytes`` more of what was allocated before it."""
         self.foreign_bytes = max(self.foreign_bytes - size_bytes, 0)
-        self.cap()
+        self.set_limit()
 
     def allow_above(self, size_bytes: int) -> None:
         if size_bytes != self.above_limit_bytes:
             self.above_limit_bytes = size_bytes
-            self.cap()
+            self.set_limit()
 
     def begin_step(self) -> None:
         self._beside_bytes = self._foreign_reserved_bytes + self.above_limit_bytes
@@ -106,15 +106,15 @@ class ReservedMemory:
         self.fragments_bytes = max(self.fragments_bytes, fragments_bytes)
         return self._peak_bytes
 
-    def was_refused(self) -> tuple[int, int]:
-        """The allocator found no room: bytes in the run's tensors, and in fragments."""
+    def on_out_of_memory(self) -> tuple[int, int]:
+        """The allocator found no room. Returns bytes in the run's tensors, and in fragments."""
         memory = self._driver.memory()
         free_bytes = memory.reserved_bytes - memory.allocated_bytes
         self.fragments_bytes = max(self.fragments_bytes, free_bytes)
         return max(memory.allocated_bytes - self.foreign_bytes, 0), free_bytes
 
-    def segment_bytes(self) -> int:
-        """That one segment may have, beside those that there are and those for small blocks."""
+    def largest_new_segment_bytes(self) -> int:
+        """Size of the largest segment that can still be reserved, next to those for small blocks."""
         self.measure()
         memory = self._driver.memory()
         later_bytes = self.small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
@@ -122,8 +122,8 @@ class ReservedMemory:
         return left_bytes // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
 
     def budget_for(self, size_bytes: int) -> int:
-        """The budget in which tensors of so many bytes together fit, whatever their sizes."""
-        self._driver.empty_cache()  # what stays reserved is in segments that tensors are in
+        """A budget in which tensors of ``size_bytes`` in total fit, whatever their sizes."""
+        self._driver.empty_cache()  # what stays reserved is in segments that hold tensors
         kept_bytes = max(self._driver.memory().reserved_bytes - self._foreign_reserved_bytes, 0)
         if size_bytes <= LARGEST_SMALL_BYTES:
             return kept_bytes + SMALL_SEGMENT_BYTES

@@ -73,7 +73,7 @@ class LocalStore:
 
     paths     of its files, by their names on the namespace, in order
     sizes     of each, in bytes
-    sums      CRC-32C of those whose manifest tells it
+    sums      CRC-32C of those whose manifest has it
     store_id  16 bytes: the same for the same files
     """
 
@@ -274,7 +274,7 @@ class _Writer:
         self._device.flush()
 
     def write_extents(self, done: dict[int, int], progress: Progress) -> int:
-        """Write those that are not done, and add them there. Gives the bytes that were written."""
+        """Write those that are not done, and add them there. Returns the bytes that were written."""
         total_bytes = sum(self._store.sizes.values())
         left = [extent for extent in self._plan.each_extent() if extent.number not in done]
         left_bytes = written_bytes = sum(extent.size_bytes for extent in left)

@@ -175,7 +175,7 @@ class Subsystem(NamedTuple):
 
 
 def subsystems_of(portal: Portal, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Subsystem]:
-    """What a target tells this host that it has. Raises TargetError."""
+    """The subsystems that a target offers this host. Raises TargetError."""
     host = this_host()
     with _target_errors(portal):
         found = _native.nvme_discover(

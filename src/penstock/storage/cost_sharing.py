@@ -1,11 +1,11 @@
-"""What ranks of one job learn about I/O paths, divided among them and told to each other while they run.
+"""Shares measured costs of I/O paths among the ranks of a job, so that each size is explored by one of them.
 
-Fastensor (section 4.3) has one device of several that are equal explore, and broadcast what it found; devices
-that differ, or have other parts of a model, explore each for itself. Here ranks claim size classes, in the
-key-value store of their process group. A key holds the kind of device and its I/O paths: ranks where these
-differ do not meet. Who claims a class first explores it, and tells the others; until then they use the best
-that they know. Nobody waits: a thread of each rank claims, tells and asks while it trains, and what is not
-told in time is explored after all. So a class that one rank alone has is explored there.
+In Fastensor (section 4.3) one of several equal devices explores, and broadcasts its results; devices that
+differ, or hold other parts of a model, explore on their own. Here ranks claim size classes in the key-value
+store of their process group. Keys contain the kind of device and its I/O paths: only ranks where both are
+equal share. The first rank to claim a class explores it and publishes its costs; until then the others use
+the best path they know. Training never waits: a thread on each rank claims, publishes and polls. A rank that
+gets no costs in time explores the class itself.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock")
 
-# Who claimed a class tells the others after so long, whether or not all is known. They wait twice as long.
+# A rank publishes the costs of its class after this long, complete or not. The others wait twice as long.
 PATIENCE_S = 15.0
-MOST_TOLD_BYTES = 1 << 20
-_YIELD_S = 0.5  # to the rank whose claim comes first
-_PAUSES_S = (0.02, 0.5)  # between two looks: at first, and where nothing has changed for long
+MOST_RECORD_BYTES = 1 << 20
+_YIELD_S = 0.5  # a rank leaves its first claim to the preferred rank this long
+_PAUSES_S = (0.02, 0.5)  # between two polls: at first, and after a long time without a change
 _CLOSING_S = 2.0
 
 
-class Exchange:
-    """Shares what choices learn with those of the other ranks, in a thread, until `close`.
+class CostSharing:
+    """Shares the costs that choices measure with the other ranks, in a thread, until `close`.
 
-    choices     by a name that all ranks give them
-    lock        of the choices
-    kind        of device; ranks where it is another one, or the I/O paths, do not meet
+    choices     by a name that is the same on all ranks
+    lock        guards the choices
+    kind        of device; only ranks with the same kind and the same I/O paths share
     explorers   "divided": each size class is explored by one rank; "one": all of them by the same rank
-    rank, ranks of the job: each has the first claim to some of the classes
+    rank, ranks of the job: each rank is preferred for some of the classes
 
     Raises InvalidArgument for other explorers.
     """
@@ -78,7 +78,7 @@ class Exchange:
         _open.add(self)
 
     def close(self) -> None:
-        """Share no more. Waits for the store for two seconds at most. Idempotent."""
+        """Stop sharing. Waits for the store for two seconds at most. Idempotent."""
         self._stop.set()
         self._thread.join(_CLOSING_S)
 
@@ -86,7 +86,7 @@ class Exchange:
         pause_s = _PAUSES_S[0]
         try:
             while not self._stop.wait(pause_s):
-                pause_s = _PAUSES_S[0] if self._look() else min(1.2 * pause_s, _PAUSES_S[1])
+                pause_s = _PAUSES_S[0] if self._advance() else min(1.2 * pause_s, _PAUSES_S[1])
         except Exception as error:  # the store's errors are RuntimeErrors: its server has ended
             if not self._stop.is_set():
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -98,8 +98,8 @@ class Exchange:
                     for number in choice.classes():
                         choice.explore(number)
 
-    def _look(self) -> bool:
-        """Go on with every class that is not over. Gives whether one has begun or ended."""
+    def _advance(self) -> bool:
+        """Advance every class that is not done. Returns whether one has begun or ended."""
         begun = []
         for name, choice in self._choices.items():
             for number in self._known(choice).keys() - self._seen[name]:
@@ -114,7 +114,7 @@ class Exchange:
             return choice.classes()
 
     def _share(self, name: str, choice: Choice, number: int) -> Iterator[bool]:
-        """What is done for a size class: True as often as there is something to wait for."""
+        """Explore or receive one size class. A generator, which yields True while it waits for something."""
         begun_s = time.monotonic()
         same = repr((self._kind, name, sorted(choice.paths.items()))).encode()
         every = f"penstock/io-costs/{hashlib.sha256(same).hexdigest()[:32]}"
@@ -122,7 +122,7 @@ class Exchange:
         preferred = 0 if self._one else number % self._ranks
         while preferred != self._rank and time.monotonic() - begun_s < _YIELD_S:
             yield True
-        if self._is_first(every if self._one else key):
+        if self._claim(every if self._one else key):
             with self._lock:
                 choice.explore(number)
             while not self._known(choice)[number] and time.monotonic() - begun_s <= PATIENCE_S:
@@ -136,19 +136,19 @@ class Exchange:
             yield True
         found = self._received(key) if has_come else Tables()
         with self._lock:
-            choice.explore(number)  # what was not told
+            choice.explore(number)  # what was not published
             choice.learn(found)
 
-    def _is_first(self, key: str) -> bool:
+    def _claim(self, key: str) -> bool:
         if key not in self._claimed:
             self._claimed[key] = self._store.add(f"{key}/claims", 1) == 1
         return self._claimed[key]
 
     def _received(self, key: str) -> Tables:
-        """What another rank has told; nothing where that is not what a file may hold."""
+        """The costs that another rank published; none where the record is invalid."""
         name = "what another rank tells of I/O paths"
         try:
-            if len(data := self._store.get(key)) > MOST_TOLD_BYTES:
+            if len(data := self._store.get(key)) > MOST_RECORD_BYTES:
                 raise InvalidFile(f"{name} has {len(data)} bytes: no rank has so much to tell of one size")
             found = files.decoded(CostTables, data, name)
         except InvalidFile as error:
@@ -157,7 +157,7 @@ class Exchange:
         return found.devices.get(self._kind, Tables())
 
 
-_open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_open: weakref.WeakSet[CostSharing] = weakref.WeakSet()
 
 
 os.register_at_fork(after_in_child=_open.clear)  # their threads stay with the parent
@@ -166,5 +166,5 @@ os.register_at_fork(after_in_child=_open.clear)  # their threads stay with the p
 @atexit.register
 def _close_all() -> None:
     # A thread that comes back from the store must find the interpreter whole.
-    for exchange in list(_open):
-        exchange.close()
+    for sharing in list(_open):
+        sharing.close()
