@@ -214,32 +214,102 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address, bool held
   return Outcome::kDone;
 }
 
+std::vector<ArenaBlock> Arena::parts_of(const Block& block) const {
+  std::vector<ArenaBlock> found;
+  const auto* part = &block;
+  for (auto left = block.parts; left > 0; --left) {
+    found.push_back({reinterpret_cast<std::uintptr_t>(address_of(*part)), part->capacity_bytes, part->serial});
+    if (left > 1) part = large_chunks_[(part->offset + part->owned_bytes) / kChunkBytes];
+  }
+  return found;
+}
+
+std::vector<ArenaBlock> Arena::parts(const void* address) const {
+  const Lock lock(mutex_);
+  const auto* block = start(address);
+  return block == nullptr ? std::vector<ArenaBlock>() : parts_of(*block);
+}
+
+std::vector<ArenaBlock> Arena::divide(void* address, std::size_t part_bytes) {
+  const Lock lock(mutex_);
+  require_reserve();
+  auto* const block = start(address);
+  if (block == nullptr) return {};
+  const bool at_rest = block->is_in() && !block->guarded && block->moving == Block::Moving::kNot && !block->copy &&
+                       block->lends == 0 && block->holds == 0 && block->recipes == 0;
+  const auto count = block->requested_bytes / part_bytes;
+  if (!at_rest || block->parts != 1 || !block->large() || count < 2 || in_child_) return parts_of(*block);
+  std::vector<Block*> others;  // before anything changes: what may throw comes first
+  try {
+    for (auto serial = stats_.serial; others.size() < count - 1;) {
+      others.reserve(count - 1);
+      auto& part = *blocks_.emplace(++serial, std::make_unique<Block>()).first->second;
+      part.serial = serial;
+      others.push_back(&part);
+    }
+  } catch (...) {
+    for (const auto* part : others) blocks_.erase(part->serial);
+    throw;
+  }
+  const auto shrink = [](Block& part, std::size_t requested_bytes) {
+    part.requested_bytes = requested_bytes;
+    part.capacity_bytes = round_up(requested_bytes, kPageBytes);
+    part.owned_bytes = round_up(part.capacity_bytes, kChunkBytes);
+    part.memory_bytes = round_up(part.capacity_bytes, kGrainBytes);
+  };
+  auto left = block->requested_bytes - part_bytes;
+  auto offset = block->offset + part_bytes;
+  block->parts = count;
+  shrink(*block, part_bytes);
+  for (auto* part : others) {
+    part->offset = offset;
+    part->parts = 0;
+    part->foreign = block->foreign;
+    part->pinned_tick = block->pinned_tick;
+    shrink(*part, part == others.back() ? left : part_bytes);
+    enter(*part, part);
+    use_.add(*part);
+    stats_.serial = part->serial;
+    offset += part_bytes;
+    left -= part_bytes;
+  }
+  return parts_of(*block);
+}
+
 bool Arena::release(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);
-  if (block == nullptr) return false;
-  stats_.in_use_bytes -= block->requested_bytes;
-  if (block->staging != nullptr) {
-    auto& staging = stagings_.find(block->staging)->second;  // which somebody reads to
+  if (block == nullptr || block->parts == 0) return false;
+  for (auto left = block->parts; left > 0; --left) {
+    auto* const next = left > 1 ? large_chunks_[(block->offset + block->owned_bytes) / kChunkBytes] : nullptr;
+    release(*block);
+    block = next;
+  }
+  changed_.notify();
+  return true;
+}
+
+void Arena::release(Block& block) {
+  stats_.in_use_bytes -= block.requested_bytes;
+  if (block.staging != nullptr) {
+    auto& staging = stagings_.find(block.staging)->second;  // which somebody reads to
     forget_staging(staging);
     staging.copy.reset();
   }
-  const bool was_in = block->is_in();
+  const bool was_in = block.is_in();
   if (was_in) {
-    use_.remove(*block);
-    own(*block);
-    in_memory_bytes_ -= block->requested_bytes;
+    use_.remove(block);
+    own(block);
+    in_memory_bytes_ -= block.requested_bytes;
   } else {
-    stats_.out_bytes -= block->requested_bytes;
+    stats_.out_bytes -= block.requested_bytes;
   }
-  forget_event(*block);
-  block->copy.reset();
-  if (block->lends > 0)
-    put_aside(*block);
+  forget_event(block);
+  block.copy.reset();
+  if (block.lends > 0)
+    put_aside(block);
   else
-    end(*block, was_in);
-  changed_.notify();
-  return true;
+    end(block, was_in);
 }
 
 // Its memory goes, and who reads at its addresses finds zeros until it ends.

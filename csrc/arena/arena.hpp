@@ -94,8 +94,13 @@ class Arena {
   enum class Outcome { kDone, kNoAddresses, kNoMemory };
   // With `held`, it does not leave before it is released.
   Outcome allocate(std::size_t size_bytes, void** address, bool held = false);
-  // False if no block starts at `address`.
+  // False if no block starts at `address`. All parts of a divided block are released with the first.
   bool release(void* address);
+  // Makes a block into adjacent ones that leave and come back one by one, until it is released: of `part_bytes` each,
+  // whole chunks, but for the last, which takes what is left. One that is not in memory and writable, or that anybody
+  // copies or holds, stays whole, as does one of less than two parts. Gives the parts that it has then.
+  std::vector<ArenaBlock> divide(void* address, std::size_t part_bytes);
+  std::vector<ArenaBlock> parts(const void* address) const;
 
   void set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes);
   // What is in memory now is beside the budget and the limit, and stays; until it is released, or counts after all. A
@@ -239,6 +244,8 @@ class Arena {
   Block* again(std::size_t offset, std::uint64_t serial) const;
   Block* of_serial(std::uint64_t serial) const;  // also one that was released
   void enter(Block& block, Block* value);
+  std::vector<ArenaBlock> parts_of(const Block& block) const;
+  void release(Block& block);
   void own(Block& block);
   std::uint64_t limit_bytes() const { return std::min(stats_.limit_bytes + foreign_memory_bytes_, kUnlimited); }
   char* address_of(const Block& block) const { return frames_.base() + block.offset; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -190,6 +191,8 @@ Operator& KernelClock::know(nb::handle clock, nb::handle torch_operator) {
   known.is_repeatable = nb::cast<bool>(known.facts.attr("is_repeatable"));
   known.is_opaque = nb::cast<bool>(known.facts.attr("is_opaque"));
   known.takes_lists = nb::cast<bool>(known.facts.attr("takes_lists"));
+  known.is_elementwise = nb::cast<bool>(known.facts.attr("is_elementwise"));
+  known.reads_shapes = nb::cast<bool>(known.facts.attr("reads_shapes"));
   known.is_collective = nb::cast<bool>(known.facts.attr("is_collective"));
   for (const auto argument : known.facts.attr("written"))
     known.written.emplace_back(nb::cast<Py_ssize_t>(argument[0]), nb::object(argument[1]));
@@ -216,12 +219,14 @@ nb::object KernelClock::dispatch(nb::handle clock, nb::handle torch_operator, nb
   auto& facts = know(clock, torch_operator);
   if (!entered) return call(facts, args, kwargs);
   if (!facts.is_kernel) {
+    if (storages_.part_bytes != 0) divide_viewed(clock, args);
     return views_need_bytes ? view(clock, facts, args, kwargs) : call(facts, args, kwargs);
   }
   for (const auto kind : nb::borrow<nb::iterable>(types))
     if (!kind.is(types_.tensor) && !kind.is(types_.parameter) && !kind.is(types_.buffer))
       return nb::borrow(Py_NotImplemented);  // a tensor of another kind does it with operators on plain ones
-  if (facts.takes_lists) return clock.attr("_run_slices")(torch_operator, args, kwargs);
+  if (facts.takes_lists || (facts.is_elementwise && storages_.has_divided() && uses_parts(args)))
+    return clock.attr("_run_parts")(torch_operator, args, kwargs);
   return run(clock, facts, args, kwargs);
 }
 
@@ -296,7 +301,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   {
     const Section section(*this);
     storages_.bury();
-    collect_all(clock, args, kwargs, used);
+    if (!facts.reads_shapes) collect_all(clock, args, kwargs, used);
     if (in_flight) clock.attr("_land")(to_list(used.storages));
     kernel = kernels;
     if (in_step) {
@@ -339,7 +344,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
         asks |= managed->clean || managed->guarded || managed->recipes != 0 || managed->state != kResident ||
                 managed->writing;
       const bool planned = in_step && !schedule_.is_none();
-      inferred = asks_needs && !(planned && has_planned_sizes(used.storages));
+      inferred = asks_needs && (facts.reads_shapes || !planned || !has_planned_sizes(used.storages));
       if (inferred)
         need_bytes = nb::cast<std::int64_t>(clock.attr("_infer_need")(facts.torch_operator, args, kwargs));
       else
@@ -516,22 +521,27 @@ void KernelClock::collect_all(nb::handle clock, nb::handle args, nb::handle kwar
 void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet which, nb::handle place) {
   PyObject* object = value.ptr();
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  const auto meet = [&](PyObject* storage) {
+  const auto meet = [&](PyObject* storage, PyObject* tensor = nullptr) {
     storages_.bury();  // garbage collection may have freed one whose place this one has taken
     auto* managed = storages_.find(storage);
     if (managed == nullptr) {
       if (which == Meet::kKnown) return;
       managed = storages_.meet(storage, which == Meet::kMade, place);
-      if (which == Meet::kMade) managed->birth = kNew;
+      if (which == Meet::kMade)
+        for (auto* part = managed; part != nullptr; part = part->next) part->birth = kNew;
     }
-    found.add(managed);
+    if (kind == types_.parameter.ptr()) divide(clock, *managed);
+    if (managed->is_part)
+      add_parts(clock, tensor, managed, found);
+    else
+      found.add(managed);
   };
   if (kind == types_.tensor.ptr() || kind == types_.parameter.ptr() || kind == types_.buffer.ptr()) {
     PyObject* arguments[] = {object};
     PyObject* storage = PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr);
     if (storage != nullptr) {
       const nb::object held = nb::steal(storage);
-      meet(storage);
+      meet(storage, object);
       return;
     }
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw nb::python_error();  // NotImplementedError is one
@@ -556,6 +566,62 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet 
     return;
   }
   for (const auto storage : clock.attr("_storages_in")(value)) meet(storage.ptr());
+}
+
+// Of a divided storage: those that hold elements of the tensor, or all.
+void KernelClock::add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found) {
+  std::int64_t begin = 0, end = std::numeric_limits<std::int64_t>::max();
+  if (tensor != nullptr) {
+    const nb::object extent = clock.attr("_extent")(nb::handle(tensor));
+    begin = integer_at(extent, 0);
+    end = integer_at(extent, 1);
+  }
+  for (auto* part = first; part != nullptr; part = part->next)
+    if (begin < part->offset_bytes + part->size_bytes && part->offset_bytes < end) found.add(part);
+}
+
+// Kernels may see views of a weight only.
+void KernelClock::divide_viewed(nb::handle clock, nb::handle args) {
+  if (PyTuple_Size(args.ptr()) == 0) return;
+  const nb::handle viewed = PyTuple_GetItem(args.ptr(), 0);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(viewed.ptr())) != types_.parameter.ptr()) return;
+  const nb::object storage = types_.untyped_storage(viewed);
+  const auto* known = storages_.find(storage.ptr());
+  const auto size_bytes = known != nullptr ? known->size_bytes : nb::cast<std::int64_t>(storage.attr("nbytes")());
+  if (size_bytes < storages_.divisible_bytes || (known != nullptr && (known->is_part || known->stays_whole))) return;
+  const Section section(*this);
+  storages_.bury();
+  divide(clock, *storages_.meet(storage.ptr(), false));
+}
+
+// Large weights are divided when a step, or a kernel outside of steps, uses them first.
+void KernelClock::divide(nb::handle clock, ManagedStorage& weight) {
+  if (storages_.part_bytes == 0 || weight.size_bytes < storages_.divisible_bytes || weight.is_part || weight.stays_whole)
+    return;
+  if (!weight.movable || (in_step && weight.step == step)) return;  // it has a number in this step
+  if (!weight.clean && weight.state == kResident && weight.slot.is_none() && weight.pins == 0 && weight.recipes == 0)
+    storages_.divide(weight);
+  else
+    clock.attr("_divide")(nb::handle(weight.self));
+  weight.stays_whole = !weight.is_part;
+}
+
+bool KernelClock::uses_parts(nb::handle args) const {
+  const auto size = PyTuple_Size(args.ptr());
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* object = PyTuple_GetItem(args.ptr(), i);
+    auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (kind != types_.tensor.ptr() && kind != types_.parameter.ptr() && kind != types_.buffer.ptr()) continue;
+    PyObject* arguments[] = {object};
+    const nb::object storage = nb::steal(PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr));
+    if (!storage.is_valid()) {
+      PyErr_Clear();
+      continue;
+    }
+    const auto* managed = storages_.find(storage.ptr());
+    if (managed != nullptr && managed->is_part) return true;
+  }
+  return false;
 }
 
 // Number what this step touches for the first time, as the trace does.

@@ -20,7 +20,7 @@ struct Operator {
   nb::object torch_operator, callee, facts, name;
   std::vector<std::pair<Py_ssize_t, nb::object>> written;  // arguments: position, name
   bool is_kernel = false, is_repeatable = false, is_opaque = false, takes_lists = false,
-       is_collective = false;
+       is_elementwise = false, reads_shapes = false, is_collective = false;
   bool records_stream = false;
   std::int64_t need_bytes = 0;  // what it took last
 };
@@ -39,6 +39,9 @@ class KernelClock {
   nb::object dispatch(nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,
                       nb::handle kwargs);
   nb::object run(nb::handle clock, nb::handle torch_operator, nb::handle args, nb::handle kwargs);
+
+  // With the engine's lock: into parts, where it is large enough, and can be.
+  void divide(nb::handle clock, ManagedStorage& weight);
 
   void begin_step(nb::object schedule);
   void follow(nb::object schedule);
@@ -79,6 +82,9 @@ class KernelClock {
   enum class Meet { kUsed, kMade, kKnown };  // kKnown: no storage that is met for the first time
   void collect(nb::handle clock, nb::handle value, Pins& found, Meet which = Meet::kUsed, nb::handle place = {});
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
+  void add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found);
+  void divide_viewed(nb::handle clock, nb::handle args);
+  bool uses_parts(nb::handle args) const;
   void number(const Used& touched, bool made);
   void act(nb::handle clock, const Operator& facts);
   bool touch(const Used& used);

@@ -19,6 +19,13 @@ nb::object found(const ManagedStorage* managed) {
   return managed == nullptr ? nb::none() : nb::borrow(managed->self);
 }
 
+// This one, and those that follow it in a divided storage.
+nb::list parts(const ManagedStorage* first) {
+  nb::list all;
+  for (; first != nullptr; first = first->next) all.append(nb::borrow(first->self));
+  return all;
+}
+
 PyType_Slot storages_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&Storages::traverse)},
                                 {Py_tp_clear, reinterpret_cast<void*>(&Storages::clear)},
                                 {0, nullptr}};
@@ -33,6 +40,8 @@ void bind_storages(nb::module_& module) {
       .def_ro("key", &ManagedStorage::key)
       .def_rw("address", &ManagedStorage::address)
       .def_ro("size_bytes", &ManagedStorage::size_bytes)
+      .def_ro("offset_bytes", &ManagedStorage::offset_bytes)
+      .def_ro("is_part", &ManagedStorage::is_part)
       .def_rw("state", &ManagedStorage::state)
       .def_rw("clean", &ManagedStorage::clean)
       .def_rw("guarded", &ManagedStorage::guarded)
@@ -59,6 +68,7 @@ void bind_storages(nb::module_& module) {
       .def_rw("slot", &ManagedStorage::slot, nb::arg().none())
       .def_rw("hold", &ManagedStorage::hold, nb::arg().none())
       .def_rw("place", &ManagedStorage::place, nb::arg().none())
+      .def("parts", [](const ManagedStorage& managed) { return parts(&managed); })
       .def("storage", [](const ManagedStorage& managed) {
         return managed.reference.is_none() ? nb::object(nb::none()) : managed.reference();
       });
@@ -67,11 +77,15 @@ void bind_storages(nb::module_& module) {
       .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("buried"),
            nb::arg("smallest_bytes"), nb::arg("first_serial") = 0)
       .def_rw("tells_all", &Storages::tells_all)
+      .def_rw("part_bytes", &Storages::part_bytes)
+      .def_prop_ro("has_divided", &Storages::has_divided)
+      .def_rw("divisible_bytes", &Storages::divisible_bytes)
       .def("find", [](const Storages& storages, nb::handle storage) { return found(storages.find(storage.ptr())); })
       .def(
           "meet",
           [](Storages& storages, nb::handle storage, bool made) { return found(storages.meet(storage.ptr(), made)); },
           nb::arg("storage"), nb::arg("made") = false)
+      .def("divide", [](Storages& storages, ManagedStorage& managed) { storages.divide(managed); }, nb::arg("managed"))
       .def("adopt_results", &Storages::adopt_results, nb::arg("device"), nb::arg("memory"), nb::keep_alive<1, 3>())
       .def("at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); })
       .def("move_to_end", &Storages::move_to_end, nb::arg("managed"))
@@ -188,6 +202,7 @@ void bind_runtime(nb::module_& module) {
            [](KernelClock& kernels, nb::handle clock, nb::handle torch_operator, nb::handle args, nb::handle kwargs) {
              return kernels.run(clock, torch_operator, args, kwargs);
            })
+      .def("divide", &KernelClock::divide, nb::arg("clock"), nb::arg("weight"))
       .def("begin_step", &KernelClock::begin_step, nb::arg("schedule").none())
       .def("follow", &KernelClock::follow, nb::arg("schedule").none())
       .def("tensor", &KernelClock::tensor)

@@ -37,25 +37,92 @@ ManagedStorage* Storages::find(PyObject* storage) const {
   return found == by_storage_.end() ? nullptr : found->second;
 }
 
+ManagedStorage* Storages::add(PyObject* storage, std::int64_t size_bytes) {
+  nb::object object = make(storage, size_bytes, died_);
+  auto* managed = nb::inst_ptr<ManagedStorage>(object);
+  by_reference_.insert_or_assign(managed->reference.ptr(), Owned{object, managed});
+  return managed;
+}
+
+void Storages::use_last(ManagedStorage& managed) {
+  managed.movable = true;
+  managed.use = use_.insert(use_.end(), &managed);
+  managed.in_use_order = true;
+}
+
 ManagedStorage* Storages::meet(PyObject* storage, bool made, nb::handle place) {
   if (auto* known = find(storage)) return known;
   const auto size_bytes = nb::cast<std::int64_t>(nb::handle(storage).attr("nbytes")());
-  nb::object object = make(storage, size_bytes, died_);
-  auto* managed = nb::inst_ptr<ManagedStorage>(object);
+  auto* managed = add(storage, size_bytes);
   by_storage_.insert_or_assign(storage, managed);
-  by_reference_.insert_or_assign(managed->reference.ptr(), Owned{object, managed});
-  if (size_bytes >= smallest_bytes_ && adopts(*managed, storage, made, place)) {
-    managed->movable = true;
-    managed->use = use_.insert(use_.end(), managed);
-    managed->in_use_order = true;
+  std::vector<std::uintptr_t> parts;
+#ifdef __linux__
+  const bool is_large = part_bytes != 0 && size_bytes >= divisible_bytes;
+  if (const auto* arena = installed_arena(); is_large && arena != nullptr) {
+    const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")());
+    for (const auto& part : arena->parts(reinterpret_cast<const void*>(address))) parts.push_back(part.start);
+    if (parts.size() > 1) managed->size_bytes = static_cast<std::int64_t>(parts[1] - parts[0]);
   }
+#endif
+  const bool adopted = size_bytes >= smallest_bytes_ && adopts(*managed, storage, made, place);
+  managed->size_bytes = size_bytes;
+  if (!adopted) return managed;
+  use_last(*managed);
+  if (parts.size() > 1)  // by an earlier run
+    add_parts(*managed, storage, made, parts);
+  else if (divided_sizes_.contains(size_bytes))
+    divide(*managed);
   return managed;
+}
+
+void Storages::divide(ManagedStorage& whole) {
+#ifdef __linux__
+  auto* const arena = installed_arena();
+  if (arena == nullptr || part_bytes == 0 || whole.address == 0 || whole.is_part || whole.size_bytes < divisible_bytes)
+    return;
+  const nb::object storage = whole.reference();
+  if (storage.is_none()) return;
+  std::vector<std::uintptr_t> starts;
+  for (const auto& part : arena->divide(reinterpret_cast<void*>(whole.address), static_cast<std::size_t>(part_bytes)))
+    starts.push_back(part.start);
+  if (starts.size() < 2) return;
+  divided_sizes_.insert(whole.size_bytes);
+  add_parts(whole, storage.ptr(), true, starts);
+#endif
+}
+
+// Of a storage whose block the arena has divided: the record of the whole becomes that of its first part.
+void Storages::add_parts(ManagedStorage& whole, PyObject* storage, bool made,
+                         const std::vector<std::uintptr_t>& starts) {
+  const auto size_bytes = whole.size_bytes;
+  divided_sizes_.insert(size_bytes);
+  auto* last = &whole;
+  for (std::size_t i = 0; i < starts.size(); ++i) {
+    auto* part = &whole;
+    const auto offset_bytes = static_cast<std::int64_t>(starts[i] - starts[0]);
+    const auto end = i + 1 < starts.size() ? static_cast<std::int64_t>(starts[i + 1] - starts[0]) : size_bytes;
+    if (i == 0) {
+      part->size_bytes = end;
+    } else {
+      part = add(storage, end - offset_bytes);
+      part->key = starts[i];
+      part->offset_bytes = offset_bytes;
+      part->kind = whole.kind;
+      part->lasts = whole.lasts;
+      part->birth = whole.birth;
+      if (adopts(*part, storage, made, {})) use_last(*part);
+      last->next = part;
+    }
+    part->is_part = true;
+    last = part;
+  }
 }
 
 bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place) {
 #ifdef __linux__
   if (first_serial_ != 0) {
-    const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")());
+    const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")()) +
+                         static_cast<std::uintptr_t>(managed.offset_bytes);
     if (const auto* arena = installed_arena(); arena != nullptr) {
       const auto block = arena->block(reinterpret_cast<const void*>(address));
       if (block && block->start == address && block->serial >= first_serial_) {
@@ -99,10 +166,12 @@ void Storages::forget_address(ManagedStorage& managed) {
 void Storages::bury_one() { forget(nb::object(pop_dead_())); }
 
 void Storages::renew(PyObject* storage) {
-  auto* managed = find(storage);
-  if (managed == nullptr) return;
-  const nb::object reference = std::exchange(managed->reference, nb::none());
-  forget(reference);
+  for (auto* managed = find(storage); managed != nullptr;) {
+    auto* const next = managed->next;
+    const nb::object reference = std::exchange(managed->reference, nb::none());
+    forget(reference);
+    managed = next;
+  }
 }
 
 void Storages::forget(nb::object reference) {

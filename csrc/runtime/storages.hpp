@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <list>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -18,11 +19,15 @@ namespace nb = nanobind;
 
 enum StorageState : int { kResident, kLeaving, kAway, kComing, kDropped };
 
+// A storage, or a part of a divided one: these leave and come back one by one.
 struct ManagedStorage {
   nb::object reference;         // weak, to torch's storage; None when it is another one now
   std::uintptr_t key = 0;       // torch's storage object
   std::uintptr_t address = 0;   // where the arena keeps it; 0: it does not
   std::int64_t size_bytes = 0;
+  std::int64_t offset_bytes = 0;       // in torch's storage
+  ManagedStorage* next = nullptr;      // part of the same storage, while that lives
+  bool is_part = false, stays_whole = false;
   std::int64_t pins = 0;     // who uses it now: kernels, and what runs beside them
   bool in_kernel = false;   // the clock's kernel that runs uses it
   std::int64_t recipes = 0;  // that hold only while it is not written
@@ -64,10 +69,16 @@ class Storages {
   // first_serial   storages in blocks of the arena from this one on are movable, and `adopt` is not asked; 0: none
   Storages(nb::object adopt, nb::object buried, std::int64_t smallest_bytes, std::uint64_t first_serial);
 
-  // Null where it was not met before.
+  // Null where it was not met before. Of a divided one the first part, here and below.
   ManagedStorage* find(PyObject* storage) const;
   // place: the stream of the kernel that has made it; none where it is not known, or made by none.
   ManagedStorage* meet(PyObject* storage, bool made, nb::handle place = {});
+  // Makes parts of it, where it is at rest in the arena. Others of its size are divided when they are met first: what
+  // is as large as a weight is its gradient, or the optimizer's.
+  void divide(ManagedStorage& whole);
+  std::int64_t part_bytes = 0;      // 0: nothing is divided
+  std::int64_t divisible_bytes = 0;  // the smallest that is
+  bool has_divided() const { return !divided_sizes_.empty(); }
   // Null where none lies there.
   ManagedStorage* at(std::uintptr_t address) const;
   // The arena no longer keeps it.
@@ -109,6 +120,9 @@ class Storages {
 
   void bury_one();
   void forget(nb::object reference);
+  ManagedStorage* add(PyObject* storage, std::int64_t size_bytes);
+  void add_parts(ManagedStorage& whole, PyObject* storage, bool made, const std::vector<std::uintptr_t>& starts);
+  void use_last(ManagedStorage& managed);
   bool adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place);
   void enter_address(ManagedStorage& managed);
 
@@ -123,6 +137,7 @@ class Storages {
   std::unordered_map<PyObject*, Owned> by_reference_;  // until it is buried
   std::unordered_map<std::uintptr_t, ManagedStorage*> by_address_;
   std::list<ManagedStorage*> use_;
+  std::set<std::int64_t> divided_sizes_;
 };
 
 }  // namespace penstock

@@ -245,6 +245,102 @@ TEST(the_budget_holds_over_random_use_and_every_byte_is_kept) {
   }
 }
 
+TEST(the_parts_of_a_divided_block_leave_one_by_one_and_end_together) {
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    Random random(seed);
+    Arena arena(kReserveBytes);
+    const UnnamedFile file, swap;
+    swap_to(arena, swap, 48 * kMiB);
+    struct Part {
+      char* start;
+      std::size_t size;
+      unsigned seed;
+      std::uint64_t at;
+    };
+    std::map<char*, std::vector<Part>> blocks;  // by their first part
+    std::uint64_t at = 0;
+    for (unsigned step = 0; step < 300; ++step) {
+      std::size_t out = 0;
+      int error = 0;
+      arena.touch({}, &out);
+      if (blocks.size() < 5 || (blocks.size() < 9 && random(0, 3) == 0)) {
+        const auto size = random(kMiB, 12 * kMiB);
+        auto* const block = allocate(arena, size);
+        const auto divided = arena.divide(block, 2 * kMiB);
+        CHECK_EQUAL(divided.size(), std::max<std::size_t>(size / (2 * kMiB), 1));
+        CHECK_EQUAL(arena.parts(block).size(), divided.size());
+        auto left = size;
+        for (std::size_t i = 0; i < divided.size(); ++i) {
+          auto* const start = reinterpret_cast<char*>(divided[i].start);
+          CHECK(start == block + i * 2 * kMiB);
+          const auto part_size = i + 1 < divided.size() ? 2 * kMiB : left;
+          fill(start, part_size, step);
+          blocks[block].push_back({start, part_size, step, at});
+          left -= part_size;
+          at += 16 * kMiB;
+        }
+        continue;
+      }
+      const auto found = std::next(blocks.begin(), static_cast<std::ptrdiff_t>(random(0, blocks.size() - 1)));
+      auto& part = found->second[random(0, found->second.size() - 1)];
+      if (random(0, 5) == 0) {  // in whatever states its parts are
+        if (found->second.size() > 1) CHECK(!arena.release(found->second[1].start));
+        CHECK(arena.release(found->first));
+        blocks.erase(found);
+        continue;
+      }
+      const std::uintptr_t used[] = {reinterpret_cast<std::uintptr_t>(part.start)};
+      arena.touch(used, &out);
+      CHECK(arena.bring_in(part.start, &error) == Arena::Answer::kYes);
+      CHECK(holds(part.start, part.size, part.seed));
+      if (random(0, 1) == 0) {
+        CHECK(leave(arena, part.start, part.size, file, part.at));
+        CHECK(state(arena, part.start) == Arena::State::kOut);
+      } else {
+        CHECK(arena.unguard(part.start, &error) == Arena::Answer::kYes);
+        part.seed = step;
+        fill(part.start, part.size, step);
+      }
+      CHECK_EQUAL(arena.divide(found->first, 2 * kMiB).size(), found->second.size());  // once
+      CHECK(arena.stats().peak_in_memory_bytes <= 48 * kMiB);
+    }
+    arena.set_limits(kUnlimited, kUnlimited);
+    for (const auto& [block, parts] : blocks) {
+      for (const auto& part : parts) {
+        int error = 0;
+        CHECK(arena.bring_in(part.start, &error) == Arena::Answer::kYes);
+        CHECK(holds(part.start, part.size, part.seed));
+      }
+      CHECK(arena.release(block));
+    }
+    const auto stats = arena.stats();
+    CHECK_EQUAL(stats.in_memory_bytes + stats.out_bytes + stats.in_use_bytes + stats.swap_used_bytes, 0u);
+    arena.trim();
+    CHECK_EQUAL(arena.stats().resident_bytes, 0u);
+  }
+}
+
+TEST(a_block_that_is_copied_or_away_stays_whole) {
+  Arena arena(kReserveBytes);
+  const UnnamedFile file, swap;
+  swap_to(arena, swap, 64 * kMiB);
+  auto* const block = allocate(arena, 8 * kMiB);
+  fill(block, 8 * kMiB, 1);
+  const auto loan = arena.lend(block);
+  CHECK_EQUAL(arena.divide(block, 2 * kMiB).size(), 1u);
+  CHECK(arena.lent_back(loan));
+  CHECK(leave(arena, block, 8 * kMiB, file, 0));
+  CHECK_EQUAL(arena.divide(block, 2 * kMiB).size(), 1u);
+  CHECK(come_back(arena, block, 8 * kMiB, file, 0));
+  CHECK_EQUAL(arena.divide(block, 2 * kMiB).size(), 1u);  // it is guarded
+  int error = 0;
+  CHECK(arena.unguard(block, &error) == Arena::Answer::kYes);
+  CHECK_EQUAL(arena.divide(block, 2 * kMiB).size(), 4u);
+  CHECK(holds(block, 8 * kMiB, 1));
+  CHECK_EQUAL(arena.divide(block + 2 * kMiB, 2 * kMiB).size(), 0u);
+  CHECK(arena.release(block));
+}
+
 TEST(what_cannot_fit_is_refused_and_pinned_blocks_stay) {
   Arena arena(kReserveBytes);
   const UnnamedFile swap;

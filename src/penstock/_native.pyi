@@ -70,6 +70,10 @@ def arena_reset_peak() -> None: ...
 def arena_stats() -> ArenaStats: ...
 def arena_block(address: int) -> tuple[int, int, int] | None: ...
 
+# Divide the block at `address` into adjacent ones, which leave memory one by one. Their addresses; that of
+# the whole where it cannot be divided now.
+def arena_divide(address: int, part_bytes: int) -> list[int]: ...
+
 # Where the native side writes what it evicts. fd_direct may be -1; fd_buffered of -1 takes the file away.
 # False, and nothing changes, while bytes are in the present one, or on their way. The arena does not own
 # the descriptors. fd_buffered may be the handle of a namespace: capacity_bytes of it, from `begin` on.
@@ -397,9 +401,9 @@ class SampleFeed:
     def close(self) -> None: ...
 
 class ManagedStorage:
-    """One storage of the program.
+    """One storage of the program, or a part of a divided one.
 
-    size_bytes  of the storage
+    size_bytes  of the storage, or of the part
     died        is called with the weak reference to the storage when it has died, on any thread
     """
 
@@ -408,6 +412,10 @@ class ManagedStorage:
     def key(self) -> int: ...  # identifies the storage while it lives
     @property
     def size_bytes(self) -> int: ...
+    @property
+    def offset_bytes(self) -> int: ...  # of a part, in the storage
+    @property
+    def is_part(self) -> bool: ...
     address: int  # where the arena keeps it, on a CPU; 0: it does not
     state: int  # of penstock.runtime.storages.STATES
     clean: bool  # while resident: `slot` holds the same bytes
@@ -436,6 +444,8 @@ class ManagedStorage:
     slot: Any  # where its copy is, or will be; what it is only the device knows. None: it has none
     hold: Any  # what keeps the storage alive while a copy is under way
     place: Any  # where the device keeps it; what it is only the device knows
+    # Of a divided storage, from this one on; of another one, itself.
+    def parts(self) -> list[ManagedStorage]: ...
     def storage(self) -> Any: ...  # torch.UntypedStorage, None once it is dead
 
 class Storages:
@@ -450,6 +460,10 @@ class Storages:
     """
 
     tells_all: bool
+    part_bytes: int  # of what is divided; 0: nothing is
+    @property
+    def has_divided(self) -> bool: ...
+    divisible_bytes: int  # weights of so many are divided, and what is as large as one of them
 
     def __init__(
         self,
@@ -458,7 +472,9 @@ class Storages:
         smallest_bytes: int,
         first_serial: int = 0,
     ) -> None: ...
-    def find(self, storage: Any) -> ManagedStorage | None: ...  # None where it was not met before
+    # None where it was not met before; of a divided one the first part, as for `meet`.
+    def find(self, storage: Any) -> ManagedStorage | None: ...
+    def divide(self, managed: ManagedStorage) -> None: ...  # into parts, where the arena can
     def meet(self, storage: Any, made: bool = False) -> ManagedStorage: ...  # made: a kernel has just made it
     # What kernels make on the torch.device is adopted from now on without asking, and counts in `memory`.
     def adopt_results(self, device: Any, memory: DeviceMemory) -> None: ...
@@ -589,6 +605,7 @@ class KernelClock:
     def run(
         self, clock: Any, torch_operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> Any: ...
+    def divide(self, clock: Any, weight: ManagedStorage) -> None: ...  # where it is large enough, and can be
     def begin_step(self, schedule: Any) -> None: ...
     def follow(self, schedule: Any) -> None: ...  # from this kernel on
     def tensor(self, index: int) -> ManagedStorage | None: ...  # of those that the step has touched

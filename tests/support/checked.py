@@ -567,6 +567,7 @@ class CheckedDriver:
             used = {
                 tensor.untyped_storage()._cdata: tensor.untyped_storage()
                 for tensor in tensors_in((args, kwargs))
+                if not facts.reads_shapes
             }
             used_bytes = 0
             for key, storage in used.items():

@@ -22,6 +22,32 @@ _METADATA = frozenset(
 _OF_TORCH = ("aten", "prims")
 # Operators on lists of tensors.
 LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+# Each element of the result depends on one element of each argument, and has the same bits whether it is
+# computed in a vector or as a scalar.
+_ELEMENTWISE = frozenset(
+    (
+        "abs",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "clone",
+        "copy",
+        "_to_copy",
+        "div",
+        "fill",
+        "lerp",
+        "maximum",
+        "minimum",
+    )
+    + ("mul", "neg", "reciprocal", "sign", "sqrt", "sub", "zero")
+    # Of these the two differ; but only the end of a tensor is computed by scalars.
+    + ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+)
+# Of their tensors these read shapes and types only.
+_OF_SHAPES = frozenset(
+    ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+    + ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+)
 # Norms write their running statistics, which these schemas do not say.
 _SILENT_WRITES = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -46,6 +72,8 @@ class Operator(NamedTuple):
     is_opaque      it has no schema, such as a compiled region, or one that says of no write and that nobody
                    vouches for: any of its inputs may be written, unless penstock.capture.regions knows more
     takes_lists    of tensors, each for itself: see penstock.capture.slices
+    is_elementwise  it may run in segments of its tensors: see there
+    reads_shapes   of its tensors, and no element
     is_collective  other processes take part. It goes on when it has returned: what it reads and writes has
                    to stay until it is waited for
     """
@@ -57,6 +85,8 @@ class Operator(NamedTuple):
     draws: bool = False
     is_opaque: bool = False
     takes_lists: bool = False
+    is_elementwise: bool = False
+    reads_shapes: bool = False
     is_collective: bool = False
 
     @property
@@ -98,8 +128,15 @@ def describe(operator: Any) -> Operator:
         and not _has_tag(operator, "nondeterministic_bitwise"),
         is_opaque=is_opaque and not is_view,
         takes_lists=name.startswith(LIST_PREFIXES),
+        reads_shapes=operator.namespace == "aten" and name in _OF_SHAPES,
+        is_elementwise=operator.namespace == "aten" and base_name(name) in _ELEMENTWISE,
         is_collective=is_collective,
     )
+
+
+def base_name(name: str) -> str:
+    """Of an operator's forms: on lists, and in place."""
+    return name.removeprefix("_foreach_").removesuffix("_")
 
 
 def _has_tag(operator: Any, *names: str) -> bool:

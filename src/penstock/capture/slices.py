@@ -1,19 +1,27 @@
-"""Operators on lists of tensors, in parts: each needs only its own tensors in memory at once."""
+"""Operators that run in several calls, so that less has to be in memory at once.
+
+Operators on lists run in slices of the lists. Elementwise operators run in segments of divided tensors: of
+those, each part leaves memory and returns by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from penstock.capture.operators import LIST_PREFIXES
+from penstock.capture.operators import LIST_PREFIXES, base_name, describe
 
 # A slice takes as much as the largest element alone has to, so that no budget needs more for the others;
 # within these bounds, of all tensors of a slice together, those that it makes too.
 LEAST_BYTES = 1 << 20  # a kernel of fewer is too short
 SLICE_BYTES = 32 << 20
+
+# Weights of so many bytes are divided, and what is as large as one of them: gradients, the optimizer's state.
+DIVISIBLE_BYTES = 64 << 20
+PART_BYTES = 32 << 20  # each, the last up to twice as many
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -114,3 +122,159 @@ def _alike(lists: Sequence[Sequence[torch.Tensor]]) -> bool:
         or all(one.dtype == tensors[0].dtype and one.device == tensors[0].device for one in tensors)
         for tensors in lists
     )
+
+
+# -- tensors in segments -----------------------------------------------------------------------
+
+
+def part_sizes(size_bytes: int) -> list[int]:
+    """Bytes of each part of a divided tensor."""
+    count = size_bytes // PART_BYTES
+    return [PART_BYTES] * (count - 1) + [size_bytes - PART_BYTES * (count - 1)]
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor are in its storage: from the first byte to behind the last one."""
+    if tensor.numel() == 0:
+        return 0, 0
+    itemsize = tensor.element_size()
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * itemsize, (begin + last + 1) * itemsize
+
+
+def run_in_parts(
+    operator: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    is_divided: Callable[[torch.Tensor], bool] | None,
+) -> Any:
+    """What the operator returns, by as many calls of ``run`` as it takes. The bits are the same.
+
+    run         runs one kernel: (operator, arguments, named arguments)
+    is_divided  whether the tensor's storage is; None: none is
+    """
+    calls = slices(operator, args, kwargs)
+    if is_divided is None:
+        results = [run(operator, *call) for call in calls or [(args, kwargs)]]
+    else:
+        results = [_run_segments(operator, *call, run, is_divided) for call in calls or [(args, kwargs)]]
+    return results[0] if calls is None else join(operator, results)
+
+
+_COPIES = ("clone", "_to_copy")
+_ROUNDS_TWICE = ("add", "sub")  # in one of the forms, where elements have 16 bits and `alpha` is given
+_WIDE = (torch.float32, torch.float64)
+
+
+def _run_segments(
+    operator: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    is_divided: Callable[[torch.Tensor], bool],
+) -> Any:
+    """One call for each segment of its tensors, where any of them is divided."""
+    whole = _whole_tensors(operator, args, kwargs)
+    if not any(map(is_divided, whole)) or "out" in kwargs:
+        return run(operator, args, kwargs)
+    first, count = whole[0], whole[0].numel()
+    result = written = None
+    target, named = operator, kwargs
+    if not describe(operator).written:
+        if (made := _made_like(operator, args, kwargs, first)) is None:
+            return run(operator, args, kwargs)
+        target, named, dtype = made
+        of = {"dtype": dtype, "device": first.device}
+        result = written = run(torch.ops.aten.empty.memory_format, (list(first.shape),), of)
+    elif operator._schema.returns:
+        result = args[0]
+    itemsize = max(tensor.element_size() for tensor in (*whole, *([] if written is None else [written])))
+    sizes = [size // itemsize for size in part_sizes(count * itemsize)]
+
+    begin = 0
+    for size in sizes:
+        end = begin + size
+        values = _segment(list(args), begin, end)
+        given = {name: _segment(value, begin, end) for name, value in named.items()}
+        if written is not None and target is torch.ops.aten.copy_.default:
+            values.insert(0, written.view(-1)[begin:end])
+        elif written is not None:
+            out = written.view(-1)[begin:end]
+            given["out"] = [out] if isinstance(args[0], list) else out
+        run(target, tuple(values), given)
+        begin = end
+    return [result] if written is not None and isinstance(args[0], list) else result
+
+
+def _whole_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that have an element for each one of the result; the others are scalars. Empty where the
+    operator cannot run in segments."""
+    if not describe(operator).is_elementwise or kwargs.get("rounding_mode") is not None:
+        return []
+    tensors: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list) and any(isinstance(entry, torch.Tensor) for entry in value):
+            if len(value) != 1:
+                return []
+            tensors += value
+    whole = [tensor for tensor in tensors if not _is_scalar(tensor)]
+    if not whole or any(tensor.shape != whole[0].shape or not tensor.is_contiguous() for tensor in whole):
+        return []
+    name = base_name(describe(operator).name)
+    if name == "lerp" and len(whole) > 2:  # its weight chooses between two formulas
+        return []
+    if any(tensor.dtype not in _WIDE for tensor in whole) and (
+        name == "_fused_sgd" or (name in _ROUNDS_TWICE and (kwargs.get("alpha", 1) != 1 or len(args) > 2))
+    ):
+        return []
+    return whole
+
+
+def _segment(value: Any, begin: int, end: int) -> Any:
+    """An argument, of its tensors these elements."""
+    if isinstance(value, torch.Tensor):
+        return value if _is_scalar(value) else value.view(-1)[begin:end]
+    return [_segment(entry, begin, end) for entry in value] if isinstance(value, list) else value
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.dim() < 2
+
+
+def _made_like(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor
+) -> tuple[Any, dict[str, Any], torch.dtype] | None:
+    """The operator that writes the same result to given memory, its named arguments, and the type of the
+    result. None: there is none."""
+    if describe(operator).name in _COPIES:
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        kept = given.pop("memory_format", torch.preserve_format) in (
+            torch.preserve_format,
+            torch.contiguous_format,
+        )
+        dtype = given.pop("dtype", first.dtype)
+        given.pop("non_blocking", None)
+        if not kept or given.pop("device", first.device) != first.device or given:
+            return None
+        return torch.ops.aten.copy_.default, {}, dtype
+    if (target := _writing_form(operator)) is None:
+        return None
+    few = _segment(list(args), 0, 0)
+    sample = operator(*few, **kwargs)  # of no elements: which type they have
+    return target, kwargs, (sample[0] if isinstance(sample, list) else sample).dtype
+
+
+@cache
+def _writing_form(operator: Any) -> Any:
+    """The overload with the same arguments that writes to `out`."""
+    wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    for name in operator.overloadpacket.overloads():
+        overload = getattr(operator.overloadpacket, name)
+        arguments = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+        if arguments[:-1] == wanted and arguments[-1:] and arguments[-1][0] == "out":
+            return overload
+    return None

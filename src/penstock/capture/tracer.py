@@ -16,17 +16,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._foreach_utils import _foreach_supported_types as listed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from penstock.capture import slices
 from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
 from penstock.capture.regions import compiled_regions_shown, region_inputs
 from penstock.capture.roofline import estimator, measure_cpu
-from penstock.capture.slices import join, slices
+from penstock.capture.slices import extent, part_sizes, run_in_parts
 from penstock.core.arguments import described
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
@@ -49,11 +52,16 @@ NO_TRACING_COSTS = TracingCosts()
 
 
 class _Watch(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage that knows which tensor it is."""
+    """A weak reference to a storage that knows which tensor it is.
 
-    __slots__ = ("address", "tensor")
+    tensor      its first part, where it is divided
+    part_bytes  of each part; of a whole one, one number
+    """
+
+    __slots__ = ("address", "part_bytes", "tensor")
     address: int
     tensor: int
+    part_bytes: list[int]
 
 
 class Tracer(TorchDispatchMode):
@@ -65,6 +73,8 @@ class Tracer(TorchDispatchMode):
     costs      what tracing itself costs, taken off the times of real kernels
     estimate   gives the seconds of a kernel that is not executed: (operator, arguments, result)
     density    measure which fraction of each activation's elements is not zero, when backward begins
+    divided    sizes of the tensors that are divided into parts: those of large weights. None: none is, as on
+               a device that empties whole storages
     """
 
     supports_higher_order_operators = True  # such as a compiled region, which is one kernel
@@ -81,8 +91,10 @@ class Tracer(TorchDispatchMode):
         fakes: _FakeTensors | None = None,
         costs: TracingCosts = NO_TRACING_COSTS,
         density: bool = False,
+        divided: set[int] | None = None,
     ) -> None:
         super().__init__()
+        self._divided = divided
         self._driver = driver
         self._estimate = estimate
         self._fakes = fakes
@@ -125,22 +137,22 @@ class Tracer(TorchDispatchMode):
             args, kwargs = tree_map_only(torch.Tensor, self._fakes.of, (args, kwargs))
         if not describe(operator).is_kernel:
             self._passed += 1
+            if self._divided is not None and args and isinstance(args[0], torch.nn.Parameter):
+                self._add_weight(args[0].untyped_storage().nbytes())  # kernels may see views of it only
             return operator(*args, **kwargs)
         if self._counts_zeros and self._phases.current() == BACKWARD:
             self._counts_zeros = False
             self._count_zeros()
-        calls = slices(operator, args, kwargs)
-        if calls is None:
-            return self._run(operator, args, kwargs)
-        return join(operator, [self._run(operator, *call) for call in calls])
+        is_divided = self._is_divided if self._divided else None
+        return run_in_parts(operator, args, kwargs, self._run, is_divided)
 
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record one kernel."""
         entered_s = time.perf_counter()
         facts = describe(operator)
-        inputs = tuple(self._tensor_of(tensor) for tensor in tensors_in((args, kwargs)))
+        inputs = () if facts.reads_shapes else self._tensors_of(*tensors_in((args, kwargs)))
         region = region_inputs(args) if facts.is_opaque else None
-        spare = {self._tensor_of(tensor) for tensor in region.spare} if region is not None else set()
+        spare = set(self._tensors_of(*region.spare)) if region is not None else set()
         driver, workspace_bytes, in_use_bytes = self._driver, 0, 0
         if driver is not None:
             driver.reset_peaks()
@@ -155,12 +167,12 @@ class Tracer(TorchDispatchMode):
         phase = self._phases.current()
         written = inputs  # whatever an operator without a schema does
         if region is not None:
-            written = tuple(self._tensor_of(tensor) for tensor in region.written)
+            written = self._tensors_of(*region.written)
         elif not facts.is_opaque:
-            written = tuple(self._tensor_of(tensor) for tensor in written_tensors(facts, args, kwargs))
+            written = self._tensors_of(*written_tensors(facts, args, kwargs))
         made = self._results(result, inputs, phase == FORWARD and facts.can_run_again)
         if spare:
-            results = dict.fromkeys(self._tensor_of(tensor) for tensor in tensors_in(result))
+            results = dict.fromkeys(self._tensors_of(*tensors_in(result)))
             written += tuple(index for index in results if index in spare)
         for index in written:
             self._tensors[index].producer = -1
@@ -187,50 +199,80 @@ class Tracer(TorchDispatchMode):
 
     def _results(self, result: Any, inputs: tuple[int, ...], is_repeatable: bool) -> tuple[int, ...]:
         """The tensors that the kernel made: its results that are not its arguments."""
-        made = []
+        made: list[int] = []
         kernel = len(self._kernels)
         for tensor in tensors_in(result):
-            known = self._watches.get(tensor.untyped_storage()._cdata)
-            if known is not None and known.tensor in inputs:
+            if tensor.untyped_storage()._cdata in self._watches:
+                made += (index for index in self._tensors_of(tensor) if index not in inputs)
                 continue
-            if known is None:
-                index = self._born(tensor.untyped_storage(), ACTIVATION, before=False)
+            watch = self._born(tensor.untyped_storage(), ACTIVATION, before=False)
+            parts = range(watch.tensor, watch.tensor + len(watch.part_bytes))
+            for index in parts:
                 self._tensors[index].itemsize = tensor.element_size()
                 self._tensors[index].float32 = tensor.dtype is torch.float32
-                self._tensors[index].producer = kernel if is_repeatable else -1
+                self._tensors[index].producer = kernel if is_repeatable and len(parts) == 1 else -1
                 self._dtypes[index] = tensor.dtype
-            else:
-                index = known.tensor
-            made.append(index)
+            made += parts
         return tuple(made)
 
-    def _tensor_of(self, tensor: torch.Tensor) -> int:
-        """Position of the record of the tensor's storage; one not seen before was there already."""
+    def _watch_of(self, tensor: torch.Tensor) -> _Watch:
+        """The tensor's storage; one not seen before was there already."""
         storage = (tensor if self._fakes is None else self._fakes.of(tensor)).untyped_storage()
         watch = self._watches.get(storage._cdata)
-        return watch.tensor if watch is not None else self._born(storage, INPUT, before=True)
+        if watch is not None:
+            return watch
+        if isinstance(tensor, torch.nn.Parameter):
+            self._add_weight(storage.nbytes())
+        return self._born(storage, INPUT, before=True)
+
+    def _add_weight(self, size_bytes: int) -> None:
+        if self._divided is not None and size_bytes >= slices.DIVISIBLE_BYTES:
+            self._divided.add(size_bytes)
+
+    def _tensors_of(self, *tensors: torch.Tensor) -> tuple[int, ...]:
+        """Positions of the records of the tensors' storages, or of those parts that hold their elements."""
+        found: list[int] = []
+        for tensor in tensors:
+            watch = self._watch_of(tensor)
+            if len(watch.part_bytes) == 1:
+                found.append(watch.tensor)
+                continue
+            first, last = extent(tensor)
+            begin = 0
+            for index, size_bytes in enumerate(watch.part_bytes, watch.tensor):
+                if begin < last and first < begin + size_bytes:
+                    found.append(index)
+                begin += size_bytes
+        return tuple(found)
+
+    def _is_divided(self, tensor: torch.Tensor) -> bool:
+        return len(self._watch_of(tensor).part_bytes) > 1
 
     def _has_kind(self, tensor: torch.Tensor, kind: int) -> None:
         for part in tensors_in(tensor):
-            self._tensors[self._tensor_of(part)].kind = kind
+            watch = self._watch_of(part)
+            for index in range(watch.tensor, watch.tensor + len(watch.part_bytes)):
+                self._tensors[index].kind = kind
 
-    def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> int:
-        index = len(self._tensors)
-        size_bytes = storage.nbytes()
-        birth = 0 if before else len(self._kernels)
-        movable = size_bytes >= SMALLEST_MOVABLE_BYTES
-        self._tensors.append(TensorRecord(size_bytes, kind, before, birth, None, movable=movable))
+    def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> _Watch:
         watch = _Watch(storage, self._freed)
-        watch.address, watch.tensor = storage._cdata, index
+        watch.address, watch.tensor = storage._cdata, len(self._tensors)
+        size_bytes = storage.nbytes()
+        watch.part_bytes = part_sizes(size_bytes) if size_bytes in (self._divided or ()) else [size_bytes]
+        birth = 0 if before else len(self._kernels)
+        for part_bytes in watch.part_bytes:
+            movable = part_bytes >= SMALLEST_MOVABLE_BYTES
+            self._tensors.append(TensorRecord(part_bytes, kind, before, birth, None, movable=movable))
         self._watches[watch.address] = watch
-        return index
+        return watch
 
     def _freed(self, watch: _Watch) -> None:
         if self._finished:
             return
         if self._watches.get(watch.address) is watch:
             del self._watches[watch.address]
-        self._tensors[watch.tensor].death = len(self._kernels)
+        for index in range(watch.tensor, watch.tensor + len(watch.part_bytes)):
+            self._tensors[index].death = len(self._kernels)
 
     def _count_zeros(self) -> None:
         """Measure the density of every activation that is alive."""
@@ -241,7 +283,8 @@ class Tracer(TorchDispatchMode):
                 continue
             elements = storage.nbytes() // dtype.itemsize
             values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (elements,))
-            self._tensors[watch.tensor].density = int(torch.count_nonzero(values)) / max(elements, 1)
+            for index in range(watch.tensor, watch.tensor + len(watch.part_bytes)):
+                self._tensors[index].density = int(torch.count_nonzero(values)) / max(elements, 1)
         self._excluded_s += time.perf_counter() - begun_s
 
 
@@ -272,6 +315,18 @@ class _FakeTensors:
     def restore_gradients(self) -> None:
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
+
+
+@contextlib.contextmanager
+def _fakes_on_lists() -> Iterator[None]:
+    """torch's optimizers and clipping call operators on lists for these types only."""
+    for known in (optimized, listed):
+        known.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for known in (optimized, listed):
+            known.remove(FakeTensor)
 
 
 @contextlib.contextmanager
@@ -361,10 +416,12 @@ def trace(
     sheet = measure_cpu() if device == "cpu" else DATA_SHEETS[device]
     mode = mode or fake_mode()
     fakes = _FakeTensors(mode)
-    tracers = [Tracer(estimate=estimator(sheet), fakes=fakes) for _ in range(warmup + 1)]
+    divided: set[int] | None = set() if device == "cpu" else None
+    tracers = [Tracer(estimate=estimator(sheet), fakes=fakes, divided=divided) for _ in range(warmup + 1)]
     try:
         with (
             compiled_regions_shown(),
+            _fakes_on_lists(),
             _optimizers_restored(),
             _modules_restored(),
             torch.random.fork_rng(devices=[]),
@@ -386,7 +443,8 @@ def trace(
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
     driver = None if device.type == "cpu" else driver_of(device)
-    tracer = Tracer(driver, costs=_costs_of_tracing(driver), density=True)
+    divided: set[int] | None = set() if driver is None else None
+    tracer = Tracer(driver, costs=_costs_of_tracing(driver), density=True, divided=divided)
     with compiled_regions_shown():
         for _ in range(warmup):
             step()

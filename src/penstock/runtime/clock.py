@@ -24,10 +24,11 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import _native
+from penstock.capture import slices
 from penstock.capture.operators import describe, storages_in
 from penstock.capture.phases import ACTIVATION, GRADIENT, OPTIMIZER_STATE, WEIGHT, Phases
 from penstock.capture.regions import region_inputs
-from penstock.capture.slices import join, slices
+from penstock.capture.slices import extent, run_in_parts
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -46,7 +47,7 @@ from penstock.runtime.schedule import (
     Schedule,
 )
 from penstock.runtime.storage_methods import StorageAccess
-from penstock.runtime.storages import DROPPED, LEAVING, NEVER, ManagedStorage, Storages
+from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
 from penstock.runtime.variants import AS_TRACED, Variants, run_as
 
 
@@ -82,6 +83,8 @@ class Clock(TorchDispatchMode):
         self._lock = engine.lock
         self.storages = Storages(device.adopt, self._died, smallest_bytes, device.first_serial)
         self.storages.tells_all = False
+        self.storages.part_bytes = slices.PART_BYTES if device.memory.in_arena else 0
+        self.storages.divisible_bytes = slices.DIVISIBLE_BYTES
         if not device.memory.in_arena:
             self.storages.adopt_results(device.device, device.memory)
         device.storages = self.storages
@@ -221,8 +224,11 @@ class Clock(TorchDispatchMode):
             with self._interrupts, self._lock:
                 self.storages.bury()
                 managed = self.storages.meet(storage)
-                managed.kind = kind
-                managed.lasts = kind in (WEIGHT, GRADIENT, OPTIMIZER_STATE)
+                if kind == WEIGHT:
+                    self._kernels.divide(self, managed)
+                for part in managed.parts():
+                    part.kind = kind
+                    part.lasts = kind in (WEIGHT, GRADIENT, OPTIMIZER_STATE)
 
     @property
     def followed(self) -> Schedule | None:
@@ -236,6 +242,7 @@ class Clock(TorchDispatchMode):
 
     _describe = staticmethod(describe)
     _storages_in = staticmethod(storages_in)
+    _extent = staticmethod(extent)
     _told = staticmethod(region_inputs)
     _state_before = staticmethod(Recomputation.state_before)
 
@@ -244,14 +251,37 @@ class Clock(TorchDispatchMode):
         for managed in written:
             self._engine.will_write(managed)
 
-    def _run_slices(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """An operator on lists of tensors, in parts that fit. Ctrl-C comes before it or after it, as it does
-        for the operator in one piece; only one that meets a wait ends it half done."""
-        parts = slices(operator, args, kwargs or {})
-        if parts is None:
+    def _run_parts(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """An operator on lists of tensors, or on divided ones, in parts that fit. Ctrl-C comes before or after;
+        only one that meets a wait ends it half done."""
+
+        def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._kernels.run(self, operator, args, kwargs)
+
         with self._interrupts:
-            return join(operator, [self._kernels.run(self, operator, *part) for part in parts])
+            is_divided = self._is_divided if self.storages.has_divided else None
+            return run_in_parts(operator, args, kwargs or {}, run, is_divided)
+
+    def _is_divided(self, tensor: torch.Tensor) -> bool:
+        managed = self.storages.find(tensor.untyped_storage())
+        return managed is not None and managed.is_part
+
+    def _divide(self, weight: ManagedStorage) -> None:
+        """Divide a weight that is away, or has a copy. The engine's lock is held."""
+        with self._interrupts:
+            if weight.pins or weight.recipes:
+                return
+            weight.pins += 1
+            try:
+                self._engine.demand([weight])
+                self._engine.will_write(weight)
+            finally:
+                weight.pins -= 1
+            if weight.state == RESIDENT:
+                if weight.slot is not None:
+                    self._device.free_slot(weight, weight.slot)
+                    weight.slot = None
+                self.storages.divide(weight)
 
     def _bring(self, used: list[ManagedStorage]) -> None:
         with self._interrupts:

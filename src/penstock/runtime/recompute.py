@@ -1,9 +1,8 @@
-"""Recomputation: kernels run again, to make what was dropped once more, with the same bits.
+"""Recomputation: a kernel runs again to restore a dropped tensor, with the same bits.
 
-When a kernel has run whose result the schedule drops later, a recipe is kept: how to run it again. A recipe
-holds while nobody writes to what it reads and makes; each write is announced, by the clock or by the
-device, and what was dropped is made again before it. A recipe keeps the storages it reads alive only once
-something was dropped for its sake.
+When a kernel runs whose result the schedule drops later, a recipe is kept: how to run it again. It is valid
+while nothing writes to its inputs and outputs. Before each write the clock or the device calls `will_write`,
+which recomputes what is dropped. A recipe keeps its inputs alive only while one of its outputs is dropped.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock import _native
 from penstock.capture.operators import Operator, tensors_in
 from penstock.errors import PenstockError
-from penstock.runtime.answers import start_answering, stop_answering
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
+from penstock.runtime.faults import start_serving, stop_serving
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage
 
 logger = logging.getLogger("penstock")
@@ -43,7 +42,7 @@ _BELOW_AUTOCAST = functools.reduce(
 
 
 class _TensorArgument(NamedTuple):
-    """A tensor among the arguments, by its storage."""
+    """A tensor argument, as a view of its storage."""
 
     managed: ManagedStorage
     size: tuple[int, ...]
@@ -82,10 +81,10 @@ class _Recipe:
     """How to run one kernel again.
 
     generator   that it draws from, and its state when it ran; None where it draws nothing
-    reads       storages among the arguments
-    makes       storages of its results, with their positions among them
-    need_bytes  that it takes beside what it reads
-    held        what keeps `reads` alive, since something was dropped
+    reads       storages of the arguments
+    makes       storages of the results, and the position of each among the results
+    need_bytes  device memory that it needs besides its arguments
+    held        references that keep `reads` alive while an output is dropped
     """
 
     operator: Callable[..., Any]
@@ -100,12 +99,12 @@ class _Recipe:
 
     @property
     def is_needed(self) -> bool:
-        """Something that it makes is dropped, and may be asked for."""
+        """One of its outputs is dropped, and still referenced."""
         return any(made.state == DROPPED and made.storage() is not None for made in self.makes)
 
 
 class Recomputation:
-    """Keeps recipes of kernels, drops what they made, and runs them again.
+    """Keeps recipes of kernels, drops their outputs, and runs them again.
 
     recomputed_bytes, recompute_s   since `begin_step`; seconds without waits
     kept                            tensors that should have been dropped, and could not be recomputed; since
@@ -132,7 +131,7 @@ class Recomputation:
 
     @staticmethod
     def state_before(facts: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """What must be kept of a moment before the kernel runs: what it draws its random numbers from."""
+        """The random state to save before the kernel runs; None where it draws no random numbers."""
         if not facts.draws:
             return None
         generator = (kwargs or {}).get("generator")
@@ -151,11 +150,11 @@ class Recomputation:
         need_bytes: int,
         find: Callable[[torch.UntypedStorage], ManagedStorage],
     ) -> None:
-        """The kernel has run, and what it made is to be dropped later.
+        """Keep a recipe of a kernel that has run, whose results are to be dropped later.
 
-        before       as `state_before` told
-        need_bytes   that it took beyond what was there
-        find         the storage's record
+        before       what `state_before` returned
+        need_bytes   device memory that it allocated
+        find         the ManagedStorage of a storage
         """
         reads: dict[ManagedStorage, None] = {}
 
@@ -164,7 +163,7 @@ class Recomputation:
                 if not _is_plain(value):
                     raise _NotRepeatable
                 managed = find(value.untyped_storage())
-                reads[managed] = None
+                reads.update(dict.fromkeys(managed.parts()))
                 return _TensorArgument(
                     managed,
                     tuple(value.shape),
@@ -185,7 +184,7 @@ class Recomputation:
         makes: dict[ManagedStorage, int] = {}
         for position, tensor in enumerate(tensors_in(result)):
             managed = find(tensor.untyped_storage())
-            if managed not in reads:
+            if managed not in reads and not managed.is_part:
                 makes.setdefault(managed, position)
         most_bytes = self._engine.budget_bytes // 2 if self._device.copies_results else NEVER
         if any(managed.size_bytes > most_bytes for managed in makes):
@@ -204,14 +203,14 @@ class Recomputation:
             self._watch(managed, +1)
 
     def _watch(self, managed: ManagedStorage, change: int) -> None:
-        """A recipe more, or less, holds only while the storage is not written."""
+        """Count a recipe that a write to the storage invalidates: +1 or -1."""
         managed.recipes += change
         storage = managed.storage()
         if storage is not None and managed.movable:
             self._device.watch_writes(managed, storage, change)
 
     def _remove(self, recipe: _Recipe) -> None:
-        """The recipe, of which nothing is dropped, is of no use any more."""
+        """Delete a recipe none of whose outputs is dropped."""
         for managed in recipe.makes:
             if self._recipes.pop(managed, None) is not None:
                 self._watch(managed, -1)
@@ -226,7 +225,7 @@ class Recomputation:
     # -- dropping ------------------------------------------------------------------------------
 
     def drop(self, managed: ManagedStorage) -> None:
-        """Give the storage's memory back, with no copy; where it cannot be recomputed, with one."""
+        """Free the storage's memory without a copy; evict it where it cannot be recomputed."""
         if managed.state != RESIDENT or managed.clean or managed.writing or managed.pins:
             self._engine.release(managed)
             return
@@ -238,8 +237,8 @@ class Recomputation:
             self._engine.release(managed)
             return
         if self._device.memory.in_arena:
-            start_answering(self)
-        # Before the memory goes: whoever touches it may ask at once.
+            start_serving(self)
+        # Before the memory is freed: an access may fault at once.
         recipe.held, managed.state = [*recipe.held, *held], DROPPED
         dropped = False
         try:
@@ -258,7 +257,7 @@ class Recomputation:
     # -- running again -------------------------------------------------------------------------
 
     def recompute(self, managed: ManagedStorage) -> None:
-        """Make what was dropped again. The engine's lock is held, once; it is let go while the kernel runs.
+        """Recompute a dropped storage. The engine's lock is held, once; it is released while the kernel runs.
 
         Raises what the kernel raises, BudgetTooSmall, SpillError.
         """
@@ -281,7 +280,7 @@ class Recomputation:
             while True:
                 engine.lock.release()
                 try:
-                    result = _made_again(recipe, managed)
+                    result = _run_again(recipe, managed)
                     break
                 except Exception as error:
                     failed = error
@@ -305,7 +304,7 @@ class Recomputation:
         self._mark_resident(managed, recipe)
 
     def _free_for(self, recipe: _Recipe, error: Exception) -> None:
-        """Where the kernel lacked memory, let more leave: it wrote nothing, and can run again. Else raise."""
+        """After an out-of-memory error free more memory: the kernel can run again. Raise any other error."""
         if not self._device.frees_enough(error, recipe.need_bytes):
             self._device.kernel_failed(error, recipe.need_bytes)
             raise error
@@ -318,7 +317,7 @@ class Recomputation:
             recipe.held.clear()
 
     def will_write(self, managed: ManagedStorage) -> None:
-        """The storage is about to be written: make what depends on it first. Then nobody can any more."""
+        """The storage is about to be written: recompute first what depends on its present content."""
         for recipe in list(self._readers.get(managed, ())):
             self._finish(recipe)
         if (own := self._recipes.get(managed)) is not None:
@@ -331,25 +330,25 @@ class Recomputation:
         self._remove(recipe)
 
     def recompute_all(self) -> None:
-        """Make everything that was dropped again. Raises what `recompute` raises."""
+        """Recompute everything that is dropped. Raises what `recompute` raises."""
         with _disable_current_modes(), self._engine.lock:
             for recipe in dict.fromkeys(self._recipes.values()):
                 self._finish(recipe)
 
     def close(self) -> None:
-        """Nobody asks any more."""
-        stop_answering(self)
+        """Serve no more faults."""
+        stop_serving(self)
 
     def end_step(self) -> None:
-        """Forget recipes of which nothing is dropped."""
+        """Delete the recipes none of whose outputs is dropped."""
         for recipe in dict.fromkeys(self._recipes.values()):
             if not recipe.is_needed:
                 self._remove(recipe)
 
     def bury(self, managed: ManagedStorage) -> None:
-        """The storage has died."""
+        """The program has freed the storage: delete its recipes."""
         for recipe in list(self._readers.get(managed, ())):
-            self._remove(recipe)  # it kept nothing alive, and so nothing was dropped
+            self._remove(recipe)  # it did not keep this input alive, so none of its outputs is dropped
         own = self._recipes.get(managed)
         if own is None:
             return
@@ -358,14 +357,14 @@ class Recomputation:
         if all(made.storage() is None for made in own.makes):
             self._remove(own)
 
-    # -- accesses that nobody announced --------------------------------------------------------
+    # -- faults: accesses without an operator --------------------------------------------------
 
-    def answer(self, address: int, is_write: bool) -> bool:
-        """Somebody touches what was dropped, or writes to what a recipe needs: see to it. False: it is no
-        storage of ours, or it cannot be made."""
+    def serve_fault(self, address: int, is_write: bool) -> bool:
+        """Recompute the dropped storage at an address, and before a write what depends on it. False: it is no
+        storage of the run, or cannot be recomputed."""
         try:
             with self._engine.lock:
-                managed = self.at(address)
+                managed = self.find(address)
                 if managed is not None and managed.state == DROPPED:
                     self.recompute(managed)
                 if managed is not None and is_write:
@@ -375,14 +374,14 @@ class Recomputation:
             logger.error("what was dropped is needed, and cannot be recomputed: %s", error)
             return False
 
-    def answer_holder(self, address: int, is_write: bool) -> bool:
-        """As `answer`, where who asks holds the engine's lock, as a finalizer does that runs amid the work
-        of the engine. It waits, and so nobody else is at work. Nothing is moved: what it left half done is
-        not touched, and what is away comes by itself."""
+    def serve_fault_of_lock_holder(self, address: int, is_write: bool) -> bool:
+        """As `serve_fault`, for a thread that holds the engine's lock: one that runs a finalizer inside the
+        engine. It waits, so nothing else changes. Nothing is evicted: the engine may be in the middle of a
+        change. Inputs that are away return when the kernel touches their pages."""
         try:
-            managed = self.at(address)
+            managed = self.find(address)
             if managed is not None:
-                self._make_for_holder(managed)
+                self._recompute_for_lock_holder(managed)
             if managed is None or (is_write and managed.recipes):
                 raise PenstockError(
                     "a finalizer writes, amid the run's own work, to a tensor that others are recomputed "
@@ -393,28 +392,28 @@ class Recomputation:
             logger.error("what was dropped is needed, and cannot be recomputed: %s", error)
             return False
 
-    def _make_for_holder(self, managed: ManagedStorage) -> None:
+    def _recompute_for_lock_holder(self, managed: ManagedStorage) -> None:
         storage = managed.storage()
         if managed.state != DROPPED or storage is None:
             return
         recipe = self._recipes[managed]
         for read in recipe.reads:
-            self._make_for_holder(read)
-        if self._device.fill(managed, storage, _made_again(recipe, managed)):
+            self._recompute_for_lock_holder(read)
+        if self._device.fill(managed, storage, _run_again(recipe, managed)):
             self._mark_resident(managed, recipe)
 
-    def at(self, address: int) -> ManagedStorage | None:
-        """The storage whose bytes lie there."""
+    def find(self, address: int) -> ManagedStorage | None:
+        """The storage at an address."""
         block, storages = _native.arena_block(address), self._device.storages
         return storages.at(block[0]) if block is not None and storages is not None else None
 
-    def is_held_by(self, thread: int) -> bool:
-        """Whether that thread has the engine's lock. Python tells whose it is in a text only."""
+    def lock_is_held_by(self, thread: int) -> bool:
+        """Whether that thread holds the engine's lock. Only the lock's repr has its owner."""
         return f"owner={thread} " in repr(self._engine.lock)
 
 
 class _NotRepeatable(Exception):
-    """An argument cannot be described by its storage."""
+    """A tensor argument is not a plain view of a storage."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -425,7 +424,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _made_again(recipe: _Recipe, managed: ManagedStorage) -> torch.UntypedStorage:
+def _run_again(recipe: _Recipe, managed: ManagedStorage) -> torch.UntypedStorage:
     tensor = next(itertools.islice(tensors_in(_run(recipe)), recipe.makes[managed], None), None)
     result = None if tensor is None else tensor.untyped_storage()
     if result is None or result.nbytes() != managed.size_bytes:
@@ -447,7 +446,7 @@ def _default_generator(device: Any) -> torch.Generator:
 
 
 def _run(recipe: _Recipe) -> Any:
-    """The kernel once more. Modes that the program entered before the run see it, as they saw it first."""
+    """Run the kernel again. Dispatch modes that the program entered before the run see it once more."""
 
     def restored(value: Any) -> Any:
         if isinstance(value, _TensorArgument):
@@ -456,15 +455,15 @@ def _run(recipe: _Recipe) -> Any:
             return type(value)(map(restored, value))
         return value
 
-    with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOCAST), _as_then(recipe):
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOCAST), _original_state(recipe):
         return recipe.operator(
             *map(restored, recipe.args), **{name: restored(value) for name, value in recipe.kwargs.items()}
         )
 
 
 @contextlib.contextmanager
-def _as_then(recipe: _Recipe) -> Iterator[None]:
-    """Random numbers, and switches, as they were when the kernel ran first."""
+def _original_state(recipe: _Recipe) -> Iterator[None]:
+    """Restore the random state and the switches of the kernel's first run."""
     switches = _switches()
     generator, state = recipe.generator or (None, None)
     now = generator.get_state() if generator is not None else None

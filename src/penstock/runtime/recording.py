@@ -155,15 +155,19 @@ class Recorder:
         phase = self._phases.current()
         for tensor in tensors_in(result):
             for storage in storages_in(tensor):
-                managed = self._storages.meet(storage)
-                if managed.index in fresh:
-                    recording.tensors[managed.index].itemsize = tensor.element_size()
-                    recording.tensors[managed.index].float32 = tensor.dtype is torch.float32
+                for managed in self._storages.meet(storage).parts():
+                    if managed.index in fresh:
+                        recording.tensors[managed.index].itemsize = tensor.element_size()
+                        recording.tensors[managed.index].float32 = tensor.dtype is torch.float32
         if recording.zeros:
             self._sample_zeros(recording, (*written, *made))
         repeats = phase == FORWARD and facts.can_run_again
+        parts = {
+            managed.index for managed in (*written, *made) if managed.is_part
+        }  # made one by one by nothing
         for index in outputs:
-            recording.tensors[index].producer = kernel if repeats and index in fresh else -1
+            producer = kernel if repeats and index in fresh and index not in parts else -1
+            recording.tensors[index].producer = producer
         launch = Launch(max(entered_s - self._kernels.left_s, 0.0), ended_s - begun_s)
         if self._timed is not None:
             recording.timed.append((launch, self._timed))

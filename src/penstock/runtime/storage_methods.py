@@ -73,7 +73,7 @@ class StorageAccess:
                 within = self._engine.memory.reserved_bytes  # of a kernel that does this
                 self._device.begin_kernel()
                 self._storages.bury()
-                used += dict.fromkeys(filter(None, map(self._movable, storages)))
+                used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
                 for managed in used:
                     managed.pins += 1
                 try:
@@ -93,16 +93,18 @@ class StorageAccess:
                     if not within:
                         self._end_kernel()
 
-    def _movable(self, storage: Storage) -> ManagedStorage | None:
+    def _movable(self, storage: Storage) -> list[ManagedStorage]:
+        """What can move of it: it, or its parts."""
         managed = self._storages.find(storage)
-        return managed if managed is not None and managed.movable else None
+        return [part for part in managed.parts() if part.movable] if managed is not None else []
 
     def _bring(self, used: list[ManagedStorage], written: Sequence[Storage]) -> None:
         if any(managed.state > LEAVING for managed in used):
             self._engine.demand(used)
-        for managed in filter(None, map(self._movable, written)):
-            self._recomputation.will_write(managed)
-            self._engine.will_write(managed)
+        for storage in written:
+            for managed in self._movable(storage):
+                self._recomputation.will_write(managed)
+                self._engine.will_write(managed)
 
     def _unpin(self, used: Iterable[ManagedStorage]) -> None:
         for managed in used:
@@ -152,24 +154,25 @@ class StorageAccess:
             with self._interrupts, self._engine.lock:
                 self._storages.bury()
                 managed = self._storages.find(storage)
-                if managed is not None:
-                    managed.pins += 1
+                parts = managed.parts() if managed is not None else []
+                for part in parts:
+                    part.pins += 1
             try:
                 with self._interrupts, self._engine.lock:
-                    if managed is not None:
-                        self._recomputation.will_write(managed)
-                        self._engine.wait_until_unused(managed, needed)
+                    for part in parts:
+                        self._recomputation.will_write(part)
+                        self._engine.wait_until_unused(part, needed)
                     self._engine.make_room(max(size - storage.nbytes(), 0), expected=True)
                 while not self._device.resize(storage, size):
                     with self._interrupts, self._engine.lock:
                         self._engine.make_some_room(size)
             finally:
-                if managed is not None:
-                    managed.pins -= 1
+                for part in parts:
+                    part.pins -= 1
             with self._interrupts, self._engine.lock:
-                if managed is not None:
-                    self._storages.renew(storage)
-                resized(self._storages.meet(storage, made=True))
+                self._storages.renew(storage)
+                for part in self._storages.meet(storage, made=True).parts():
+                    resized(part)
                 self._end_kernel()
             return storage
 
@@ -182,28 +185,30 @@ class StorageAccess:
         def shared(storage: Storage, *args: Any, **kwargs: Any) -> Any:
             with self._interrupts, self._engine.lock:
                 self._storages.bury()
-                managed = self._movable(storage)
-                if managed is not None:
-                    managed.pins += 1
-            if managed is None:
+                parts = self._movable(storage)
+                for part in parts:
+                    part.pins += 1
+            if not parts:
                 return share(storage, *args, **kwargs)
             try:
                 with self._interrupts, self._engine.lock:
-                    try:
-                        self._recomputation.will_write(managed)
-                        self._engine.wait_until_unused(managed, needed=True)
-                    except BudgetTooSmall:  # the arena brings it in while it is copied
-                        self._engine.wait_until_unused(managed, needed=False)
-                    self._engine.make_room(managed.size_bytes, expected=True)
+                    for part in parts:
+                        try:
+                            self._recomputation.will_write(part)
+                            self._engine.wait_until_unused(part, needed=True)
+                        except BudgetTooSmall:  # the arena brings it in while it is copied
+                            self._engine.wait_until_unused(part, needed=False)
+                    self._engine.make_room(sum(part.size_bytes for part in parts), expected=True)
                 return share(storage, *args, **kwargs)
             finally:
                 with self._interrupts, self._engine.lock:
-                    managed.pins -= 1
-                    if managed.address and storage.data_ptr() != managed.address:
-                        self._recomputation.will_write(managed)
-                        self._engine.wait_until_unused(
-                            managed, needed=False
-                        )  # another thread may have demanded it
+                    for part in parts:
+                        part.pins -= 1
+                    if parts[0].address and storage.data_ptr() != parts[0].address:
+                        for part in parts:
+                            self._recomputation.will_write(part)
+                            # Another thread may have demanded it.
+                            self._engine.wait_until_unused(part, needed=False)
                         self._storages.renew(storage)
                         self._storages.bury()
                         with contextlib.suppress(BudgetTooSmall):  # what is shared is there

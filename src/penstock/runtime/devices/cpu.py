@@ -107,15 +107,16 @@ class CpuDevice:
     def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
         if storage.device.type != "cpu":
             return False
-        serial = self._serial(storage)
+        serial = self._serial(managed, storage)
         if 0 < serial < self.first_serial:  # of an earlier run, and now of this one
-            if _native.arena_state(storage.data_ptr()) == "out":
+            address = _address(managed, storage)
+            if _native.arena_state(address) == "out":
                 managed.gone = True
                 managed.state = AWAY
             else:
                 if self.engine is not None:
                     self.engine.make_room(managed.size_bytes)
-                _native.arena_own(storage.data_ptr())
+                _native.arena_own(address)
         elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
@@ -132,15 +133,15 @@ class CpuDevice:
                 self.engine.make_room(managed.size_bytes)
             # Allocates anew, and copies. It is the same storage to the run.
             torch._C.StorageBase.resize_(storage, managed.size_bytes)
-            if not self._serial(storage):
+            if not self._serial(managed, storage):
                 return False
-        managed.address = storage.data_ptr()
+        managed.address = _address(managed, storage)
         return True
 
     @staticmethod
-    def _serial(storage: torch.UntypedStorage) -> int:
+    def _serial(managed: ManagedStorage, storage: torch.UntypedStorage) -> int:
         """Number of the arena's block that the storage is; 0 where it is none."""
-        address = storage.data_ptr()
+        address = _address(managed, storage)
         block = _native.arena_block(address)
         return block[2] if block is not None and block[0] == address else 0
 
@@ -180,13 +181,13 @@ class CpuDevice:
 
     def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """Whether the program gave the storage other memory, as `share_memory_` does: there it stays."""
-        if not managed.movable or storage.data_ptr() == managed.address:
+        if not managed.movable or _address(managed, storage) == managed.address:
             return not managed.movable
         assert self.storages is not None and self.engine is not None
         self.storages.forget_address(managed)
         managed.movable = managed.guarded = managed.gone = False
         self.engine.got_other_memory(managed)
-        if not self._serial(storage):
+        if not self._serial(managed, storage):
             managed.noted = True
             self._fixed_bytes += managed.size_bytes
             self._set_budget()
@@ -486,7 +487,7 @@ class CpuDevice:
 
     def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
         if (storage := managed.storage()) is not None:  # a small one, too, that only the arena moves
-            address = storage.data_ptr()
+            address = _address(managed, storage)
             try:
                 if _native.arena_hold(address, change, writable) and change > 0 and not writable:
                     _native.arena_bring_in(address)
@@ -536,7 +537,7 @@ class CpuDevice:
         return True
 
     def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
-        if managed.address and storage.data_ptr() == managed.address:
+        if managed.address and _address(managed, storage) == managed.address:
             _native.arena_keep_for(managed.address, change)
             managed.guarded |= managed.state in (RESIDENT, LEAVING)
 
@@ -659,6 +660,11 @@ class CpuDevice:
     def close(self) -> None:
         self._reader.shutdown(wait=False)
         self._lease.close()
+
+
+def _address(managed: ManagedStorage, storage: torch.UntypedStorage) -> int:
+    """Where torch has it."""
+    return storage.data_ptr() + managed.offset_bytes
 
 
 def _page_bytes(size_bytes: int) -> int:
