@@ -252,8 +252,8 @@ class Clock(TorchDispatchMode):
             self._engine.will_write(managed)
 
     def _run_parts(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """An operator on lists of tensors, or on divided ones, in parts that fit. Ctrl-C comes before or after;
-        only one that meets a wait ends it half done."""
+        """An operator on lists of tensors, or on divided ones, in parts that fit. Ctrl-C comes before or
+        after it; only one that meets a wait ends it half done."""
 
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._kernels.run(self, operator, args, kwargs)

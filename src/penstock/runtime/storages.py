@@ -15,6 +15,9 @@ A `ManagedStorage` goes through these states. All transitions are made by `penst
 A resident storage that a kernel can make again may be DROPPED, and is RESIDENT when that kernel has run
 again: penstock.runtime.recompute.
 
+A large weight, its gradient and its optimizer state are divided on a CPU: each part is a `ManagedStorage`,
+with a state of its own.
+
 A resident storage is clean while its copy in ``slot`` has the same bytes: it is released at no cost.
 
 Both classes are C++, since the clock of kernels reads them for every operator: csrc/runtime/storages.hpp.
