@@ -39,7 +39,7 @@ def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
 
 
 def chunks_go_on_before_they_have_crossed(patch: Patch, out: bool) -> None:
-    cross = Staging._cross
+    cross = Staging._cross_bus
 
     def too_early(staging: Any, chunk: Any, over: Any) -> None:
         if (staging._legs[0].__name__ == "too_early") != out:
@@ -49,7 +49,7 @@ def chunks_go_on_before_they_have_crossed(patch: Patch, out: bool) -> None:
         chunk.whole.copy.ready = []  # the host still waits for these events: nobody records them again
         over(None, [])
 
-    patch(Staging, "_cross", too_early)
+    patch(Staging, "_cross_bus", too_early)
 
 
 def chunks_are_written_before_they_are_in_their_buffer(patch: Patch) -> None:
@@ -72,7 +72,7 @@ def buffers_are_handed_out_too_early(patch: Patch, leg: str) -> None:
 
 
 def buffers_are_handed_out_before_they_are_read(patch: Patch) -> None:
-    buffers_are_handed_out_too_early(patch, "_cross")
+    buffers_are_handed_out_too_early(patch, "_cross_bus")
 
 
 def buffers_are_handed_out_before_they_are_written(patch: Patch) -> None:

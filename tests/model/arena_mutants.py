@@ -52,7 +52,7 @@ MUTANTS = [
         "  if (false) {\n",
     ),
     Mutant(
-        "memory that is lent ends with its block", "arena.cpp", "  if (block->lends > 0)\n", "  if (false)\n"
+        "memory that is lent ends with its block", "arena.cpp", "  if (block.lends > 0)\n", "  if (false)\n"
     ),
     Mutant(
         "memory that is lent cannot be read once its block is released",

@@ -49,8 +49,9 @@ class Numbering(TorchDispatchMode):
             return operator(*args, **kwargs)
         self.names.append(describe(operator).name)
         self.touched.append([])
-        self._touch(args)
-        self._touch(list(kwargs.values()))
+        if not describe(operator).reads_shapes:
+            self._touch(args)
+            self._touch(list(kwargs.values()))
         result = operator(*args, **kwargs)
         self._touch(result)
         return result
