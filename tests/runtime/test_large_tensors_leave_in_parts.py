@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,78 @@ def test_gradients_add_up_in_parts(tmp_path: Path) -> None:
     expected = accumulated(None)
     with offload(tmp_path, 2.4) as run:
         assert accumulated(run) == expected
+
+
+def random_program(random: Random, run: penstock.Offload | None) -> Bits:
+    """Some steps that use a few large weights, their views, copies and gradients, in any way."""
+    torch.manual_seed(9)
+    weights = [nn.Parameter(torch.rand(1100 * (i + 2), 500)) for i in range(2)]  # of 4.2 and 6.3 MiB
+    others: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+
+    def any_tensor() -> torch.Tensor:
+        tensor: torch.Tensor = random.choice([weight.detach() for weight in weights] + others)
+        return tensor
+
+    def alike(tensor: torch.Tensor) -> torch.Tensor:
+        same = [other for other in [*(w.detach() for w in weights), *others] if other.shape == tensor.shape]
+        return random.choice(same)
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        begin = random.randrange(len(tensor) - 1)
+        return tensor[begin : random.randrange(begin + 1, len(tensor))]
+
+    def keep(tensor: torch.Tensor) -> None:
+        others.append(tensor)
+        if len(others) > 3:
+            del others[random.randrange(len(others))]
+
+    def descend() -> None:
+        weight = random.choice(weights)
+        (weight[random.randrange(len(weight))] * weight.sum(0)).sum().backward()
+        keep(weight.grad.sign() if weight.grad is not None else weight.detach().neg())
+        weight.grad = None
+
+    def zero_a_column() -> None:
+        any_tensor().t()[random.randrange(500)].zero_()
+
+    def write_from_outside() -> None:
+        rows(any_tensor()).numpy()[...] = 0.25
+
+    actions: list[Callable[[], object]] = [
+        lambda: any_tensor().mul_(0.5),
+        lambda: (tensor := any_tensor()).add_(alike(tensor), alpha=0.25),
+        lambda: (tensor := any_tensor()).copy_(alike(tensor)),
+        lambda: rows(any_tensor()).add_(1),
+        zero_a_column,
+        lambda: keep(any_tensor().clone()),
+        lambda: keep(any_tensor().abs().sqrt()),
+        lambda: keep(any_tensor().to(torch.bfloat16).float()),
+        lambda: keep(torch.zeros_like(any_tensor())),
+        lambda: keep(copy.deepcopy(any_tensor())),
+        lambda: keep((tensor := any_tensor()) + alike(tensor)),
+        lambda: torch._foreach_mul_([any_tensor(), any_tensor()], 0.75),
+        lambda: found.append(rows(any_tensor()).sum(0)),
+        lambda: found.append(any_tensor().exp().sum()),
+        lambda: torch.save(any_tensor(), io.BytesIO()),
+        descend,
+        write_from_outside,
+    ]
+    for _ in range(4):
+        with step_of(run):
+            for _ in range(12):
+                random.choice(actions)()
+    return bits([*found, *weights, *others])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_keep_every_bit(seed: int, tmp_path: Path) -> None:
+    expected = random_program(Random(seed), None)
+    with penstock.offload(
+        device_budget=14 * MIB, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
+    ) as run:
+        found = random_program(Random(seed), run)
+    assert found == expected
 
 
 # -- operators --------------------------------------------------------------------------------
