@@ -93,15 +93,17 @@ test-torch:
 	.venv-torch-$(VERSION)/bin/python -m pip install 'torch==$(VERSION)' '.[plan,report,dev]'
 	.venv-torch-$(VERSION)/bin/python -m pytest -n 2
 
-# The oldest supported versions of transformers, accelerate, Lightning, PEFT and TRL: installed without dependencies into
-# a folder that goes before the environment. The newest are in the environment, and so in `make test`.
-test-versions: setup build/oldest/.installed
+# The oldest supported versions of transformers, accelerate, Lightning, PEFT and TRL; and what quantizes, which the
+# environment lacks. Each is installed without dependencies into a folder that goes before the environment. The newest
+# versions are in the environment, and so in `make test`.
+test-versions: setup build/oldest/.installed build/quantized/.installed
 	PYTHONPATH=build/oldest $(BIN)/pytest -n 3 --dist worksteal tests/integrations \
 	  -k 'same_bits or adapters or accumulated or read_into'
+	PYTHONPATH=build/quantized $(BIN)/pytest -n 2 --dist worksteal tests/integrations/test_quantized_models_keep_every_bit.py
 
-build/oldest/.installed: tests/integrations/oldest.txt
-	rm -rf build/oldest
-	$(BIN)/python -m pip install --quiet --no-deps --target build/oldest --requirement $<
+build/%/.installed: tests/integrations/%.txt
+	rm -rf build/$*
+	$(BIN)/python -m pip install --quiet --no-deps --target build/$* --requirement $<
 	touch $@
 
 lint: setup

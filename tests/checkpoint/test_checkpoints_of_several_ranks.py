@@ -180,3 +180,16 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert same(loaded(state(2), tmp_path), state())
+
+
+def test_a_planner_is_told_where_it_saves(tmp_path: Path) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        def set_up_planner(
+            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+        ) -> None:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            asked.append(storage_meta.checkpoint_id)
+
+    asked: list[str] = []
+    dcp.save({"weight": torch.ones(3)}, storage_writer=Writer(tmp_path), planner=Planner(), no_dist=True)
+    assert asked == [str(tmp_path)]

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -82,6 +83,9 @@ class Writer(_Directory, StorageWriter):
     directory   that all ranks see; it is made where it is not there. What is in it stays valid until the
                 new checkpoint is complete, and takes room until then. One job at a time writes to it
     """
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=os.fspath(self.directory))  # planners of others may ask for it
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass

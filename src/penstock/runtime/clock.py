@@ -29,6 +29,7 @@ from penstock.capture.operators import describe, storages_in
 from penstock.capture.phases import ACTIVATION, GRADIENT, OPTIMIZER_STATE, WEIGHT, Phases
 from penstock.capture.regions import region_inputs
 from penstock.capture.slices import extent, run_in_parts
+from penstock.errors import BudgetTooSmall
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
@@ -267,7 +268,7 @@ class Clock(TorchDispatchMode):
         return managed is not None and managed.is_part
 
     def _divide(self, weight: ManagedStorage) -> None:
-        """Divide a weight that is away, or has a copy. The engine's lock is held."""
+        """Divide a weight that is away, or has a copy, where it fits whole. The engine's lock is held."""
         with self._interrupts:
             if weight.pins or weight.recipes:
                 return
@@ -275,6 +276,8 @@ class Clock(TorchDispatchMode):
             try:
                 self._engine.demand([weight])
                 self._engine.will_write(weight)
+            except BudgetTooSmall:
+                return
             finally:
                 weight.pins -= 1
             if weight.state == RESIDENT:
