@@ -142,10 +142,10 @@ class PythonTransfers {
     return transfers_.cancel(tokens);
   }
 
-  void hurry(const nb::sequence& records) {
+  void raise_priority(const nb::sequence& records) {
     const auto tokens = tokens_of(records);
     const nb::gil_scoped_release release;
-    transfers_.hurry(tokens);
+    transfers_.raise_priority(tokens);
   }
 
   // Calls on_done where the native threads do not, until the end.
@@ -231,7 +231,7 @@ void bind_transfers(nb::module_& module) {
            nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("threads"))
       .def("submit", &PythonTransfers::submit, nb::arg("transfers"))
       .def("cancel", &PythonTransfers::cancel, nb::arg("transfers"))
-      .def("hurry", &PythonTransfers::hurry, nb::arg("transfers"))
+      .def("raise_priority", &PythonTransfers::raise_priority, nb::arg("transfers"))
       .def("deliver_the_rest", &PythonTransfers::deliver_the_rest)
       .def("close", &PythonTransfers::close, nb::arg("timeout_s"));
 }

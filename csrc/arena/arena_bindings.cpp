@@ -413,9 +413,9 @@ void bind_arena(nb::module_& module) {
   module.def("arena_take", &take, nb::arg("address"), nb::arg("source"));
   module.def("arena_keep_for", &keep_for, nb::arg("address"), nb::arg("change"));
   module.def("arena_compute_dropped", &compute_dropped, nb::arg("computes"));
-  module.def("arena_wait_for_question", &wait_for_question, nb::arg("seconds"),
-             nb::sig("def arena_wait_for_question(seconds: float) -> tuple[int, int, bool, int] | None"));
-  module.def("arena_answer", &answer_question, nb::arg("number"), nb::arg("done"));
+  module.def("arena_wait_for_fault", &wait_for_question, nb::arg("seconds"),
+             nb::sig("def arena_wait_for_fault(seconds: float) -> tuple[int, int, bool, int] | None"));
+  module.def("arena_end_fault", &answer_question, nb::arg("number"), nb::arg("done"));
   module.def(
       "arena_make_room",
       [](std::size_t size_bytes, const std::vector<std::uintptr_t>& pinned) {

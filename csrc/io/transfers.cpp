@@ -143,7 +143,7 @@ std::size_t Transfers::cancel(std::span<const std::uint64_t> tokens) {
   return cancelled;
 }
 
-void Transfers::hurry(std::span<const std::uint64_t> tokens) {
+void Transfers::raise_priority(std::span<const std::uint64_t> tokens) {
   const std::lock_guard lock(mutex_);
   for (const auto token : tokens) {
     auto* const first = waiting_part(token);

@@ -54,7 +54,7 @@ class Transfers {
   // Ends with ECANCELED those of which nothing has begun. Gives how many.
   std::size_t cancel(std::span<const std::uint64_t> tokens);
   // Makes demands of the transfers: of what waits, they begin first from now on.
-  void hurry(std::span<const std::uint64_t> tokens);
+  void raise_priority(std::span<const std::uint64_t> tokens);
   // What has finished and was not delivered: at least one, waiting for it; none after close.
   std::list<Transfer> wait();
   // An errno where a thread broke: nothing is carried out any more. 0: none did.

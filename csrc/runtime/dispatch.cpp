@@ -235,8 +235,8 @@ nb::object KernelClock::view(nb::handle clock, const Operator& facts, nb::handle
   Pins used(*this);
   {
     const Section section(*this);
-    storages_.bury();
-    collect(clock, args, used, Meet::kKnown);
+    storages_.remove_dead();
+    collect(clock, args, used, Track::kKnown);
     std::erase_if(used.storages, [](auto* managed) {
       if (managed->movable) return false;
       Py_DECREF(managed->self);
@@ -285,7 +285,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
 
   bool launching = false;
   const auto over = [&] {
-    if (std::exchange(launching, false)) clock.attr("_not_launched")();
+    if (std::exchange(launching, false)) clock.attr("_launch_failed")();
     for (auto* managed : used.storages) {
       --managed->pins;
       managed->in_kernel = false;
@@ -300,9 +300,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
 
   {
     const Section section(*this);
-    storages_.bury();
+    storages_.remove_dead();
     if (!facts.reads_shapes) collect_all(clock, args, kwargs, used);
-    if (in_flight) clock.attr("_land")(to_list(used.storages));
+    if (in_flight) clock.attr("_release_done")(to_list(used.storages));
     kernel = kernels;
     if (in_step) {
       number(used.storages, false);
@@ -362,10 +362,10 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes, pieces);
-      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_secure")(need_bytes, pieces);
+      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_make_room_for_kernel")(need_bytes, pieces);
       if (facts.is_collective) {
         launching = true;
-        clock.attr("_launching")(to_list(used.storages), to_list(written.storages));
+        clock.attr("_before_launch")(to_list(used.storages), to_list(written.storages));
       }
     } catch (...) {
       over();
@@ -392,7 +392,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       bool again = false;
       try {
         again = facts.is_repeatable && nb::cast<bool>(clock.attr("_frees_enough")(error.value(), need_bytes));
-        if (!again) result = clock.attr("_run_otherwise")(facts.torch_operator, args, kwargs, error.value());
+        if (!again) result = clock.attr("_retry_with_alternative")(facts.torch_operator, args, kwargs, error.value());
       } catch (...) {
         const Section section(*this);
         over();
@@ -424,8 +424,8 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   const Section section(*this);
   std::int64_t taken_bytes = 0, workspace_bytes = 0;
   try {
-    storages_.bury();
-    collect(clock, result, made, Meet::kMade, stream);
+    storages_.remove_dead();
+    collect(clock, result, made, Track::kMade, stream);
     Pins reused(*this);
     for (auto* managed : made.storages)
       if (std::ranges::find(spare.storages, managed) != spare.storages.end()) reused.add(managed);
@@ -437,9 +437,9 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       managed->kind = activation;
       taken_bytes += managed->size_bytes;
     }
-    if (noted) clock.attr("_note")(facts.torch_operator, args, kwargs, result, before, varies);
+    if (noted) clock.attr("_keep_recipe")(facts.torch_operator, args, kwargs, result, before, varies);
     if (facts.is_collective) {
-      clock.attr("_launched")(facts.facts, result, to_list(used.storages), to_list(written.storages),
+      clock.attr("_after_launch")(facts.facts, result, to_list(used.storages), to_list(written.storages),
                               to_list(made.storages));
       launching = false;
     }
@@ -518,16 +518,16 @@ void KernelClock::collect_all(nb::handle clock, nb::handle args, nb::handle kwar
   while (PyDict_Next(kwargs.ptr(), &position, &name, &value) != 0) collect(clock, value, found);
 }
 
-void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet which, nb::handle place) {
+void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track which, nb::handle place) {
   PyObject* object = value.ptr();
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  const auto meet = [&](PyObject* storage, PyObject* tensor = nullptr) {
-    storages_.bury();  // garbage collection may have freed one whose place this one has taken
+  const auto track = [&](PyObject* storage, PyObject* tensor = nullptr) {
+    storages_.remove_dead();  // garbage collection may have freed one whose place this one has taken
     auto* managed = storages_.find(storage);
     if (managed == nullptr) {
-      if (which == Meet::kKnown) return;
-      managed = storages_.meet(storage, which == Meet::kMade, place);
-      if (which == Meet::kMade)
+      if (which == Track::kKnown) return;
+      managed = storages_.track(storage, which == Track::kMade, place);
+      if (which == Track::kMade)
         for (auto* part = managed; part != nullptr; part = part->next) part->birth = kNew;
     }
     if (kind == types_.parameter.ptr()) divide(clock, *managed);
@@ -541,7 +541,7 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet 
     PyObject* storage = PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr);
     if (storage != nullptr) {
       const nb::object held = nb::steal(storage);
-      meet(storage, object);
+      track(storage, object);
       return;
     }
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw nb::python_error();  // NotImplementedError is one
@@ -549,7 +549,7 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet 
   } else if (is_atom(object)) {
     return;
   } else if (views_need_bytes && kind == types_.storage.ptr()) {  // set_ gives a tensor the storage's size
-    meet(object);
+    track(object);
     return;
   } else if (PyTuple_CheckExact(object)) {
     const auto size = PyTuple_Size(object);
@@ -565,7 +565,7 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Meet 
              PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(types_.tensor.ptr())) == 0) {
     return;
   }
-  for (const auto storage : clock.attr("_storages_in")(value)) meet(storage.ptr());
+  for (const auto storage : clock.attr("_storages_in")(value)) track(storage.ptr());
 }
 
 // Of a divided storage: those that hold elements of the tensor, or all.
@@ -590,8 +590,8 @@ void KernelClock::divide_viewed(nb::handle clock, nb::handle args) {
   const auto size_bytes = known != nullptr ? known->size_bytes : nb::cast<std::int64_t>(storage.attr("nbytes")());
   if (size_bytes < storages_.divisible_bytes || (known != nullptr && (known->is_part || known->stays_whole))) return;
   const Section section(*this);
-  storages_.bury();
-  divide(clock, *storages_.meet(storage.ptr(), false));
+  storages_.remove_dead();
+  divide(clock, *storages_.track(storage.ptr(), false));
 }
 
 // Large weights are divided when a step, or a kernel outside of steps, uses them first.

@@ -79,8 +79,8 @@ class KernelClock {
   nb::object call(const Operator& facts, nb::handle args, nb::handle kwargs) const;
   nb::object planned_variant(std::int64_t kernel) const;
   nb::object view(nb::handle clock, const Operator& facts, nb::handle args, nb::handle kwargs);
-  enum class Meet { kUsed, kMade, kKnown };  // kKnown: no storage that is met for the first time
-  void collect(nb::handle clock, nb::handle value, Pins& found, Meet which = Meet::kUsed, nb::handle place = {});
+  enum class Track { kUsed, kMade, kKnown };  // kKnown: no storage that is met for the first time
+  void collect(nb::handle clock, nb::handle value, Pins& found, Track which = Track::kUsed, nb::handle place = {});
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
   void add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found);
   void divide_viewed(nb::handle clock, nb::handle args);

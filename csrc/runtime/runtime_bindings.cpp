@@ -55,7 +55,7 @@ void bind_storages(nb::module_& module) {
       .def_rw("movable", &ManagedStorage::movable)
       .def_rw("lasts", &ManagedStorage::lasts)
       .def_rw("gone", &ManagedStorage::gone)
-      .def_rw("noted", &ManagedStorage::noted)
+      .def_rw("reports_freed", &ManagedStorage::reports_freed)
       .def_rw("stays", &ManagedStorage::stays)
       .def_ro("lies_at", &ManagedStorage::lies_at)
       .def_rw("pins", &ManagedStorage::pins)
@@ -74,24 +74,24 @@ void bind_storages(nb::module_& module) {
       });
 
   nb::class_<Storages>(module, "Storages", nb::type_slots(storages_slots))
-      .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("buried"),
+      .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("on_freed"),
            nb::arg("smallest_bytes"), nb::arg("first_serial") = 0)
-      .def_rw("tells_all", &Storages::tells_all)
+      .def_rw("reports_all", &Storages::reports_all)
       .def_rw("part_bytes", &Storages::part_bytes)
       .def_prop_ro("has_divided", &Storages::has_divided)
       .def_rw("divisible_bytes", &Storages::divisible_bytes)
       .def("find", [](const Storages& storages, nb::handle storage) { return found(storages.find(storage.ptr())); })
       .def(
-          "meet",
-          [](Storages& storages, nb::handle storage, bool made) { return found(storages.meet(storage.ptr(), made)); },
+          "track",
+          [](Storages& storages, nb::handle storage, bool made) { return found(storages.track(storage.ptr(), made)); },
           nb::arg("storage"), nb::arg("made") = false)
       .def("divide", [](Storages& storages, ManagedStorage& managed) { storages.divide(managed); }, nb::arg("managed"))
       .def("adopt_results", &Storages::adopt_results, nb::arg("device"), nb::arg("memory"), nb::keep_alive<1, 3>())
       .def("at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); })
       .def("move_to_end", &Storages::move_to_end, nb::arg("managed"))
-      .def("forget_address", &Storages::forget_address, nb::arg("managed"))
-      .def("bury", &Storages::bury)
-      .def("renew", [](Storages& storages, nb::handle storage) { storages.renew(storage.ptr()); })
+      .def("clear_address", &Storages::clear_address, nb::arg("managed"))
+      .def("remove_dead", &Storages::remove_dead)
+      .def("untrack", [](Storages& storages, nb::handle storage) { storages.untrack(storage.ptr()); })
       .def("all", &Storages::all)
       .def("by_use", &Storages::by_use)
       .def("all_resident", &Storages::all_resident)

@@ -21,9 +21,9 @@ nb::object Storages::make(nb::handle storage, std::int64_t size_bytes, nb::handl
   return object;
 }
 
-Storages::Storages(nb::object adopt, nb::object buried, std::int64_t smallest_bytes, std::uint64_t first_serial)
+Storages::Storages(nb::object adopt, nb::object on_freed, std::int64_t smallest_bytes, std::uint64_t first_serial)
     : adopt_(std::move(adopt)),
-      buried_(std::move(buried)),
+      on_freed_(std::move(on_freed)),
       smallest_bytes_(smallest_bytes),
       first_serial_(first_serial),
       dead_(nb::module_::import_("collections").attr("deque")()),
@@ -50,7 +50,7 @@ void Storages::use_last(ManagedStorage& managed) {
   managed.in_use_order = true;
 }
 
-ManagedStorage* Storages::meet(PyObject* storage, bool made, nb::handle place) {
+ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle place) {
   if (auto* known = find(storage)) return known;
   const auto size_bytes = nb::cast<std::int64_t>(nb::handle(storage).attr("nbytes")());
   auto* managed = add(storage, size_bytes);
@@ -156,16 +156,16 @@ ManagedStorage* Storages::at(std::uintptr_t address) const {
   return found == by_address_.end() ? nullptr : found->second;
 }
 
-void Storages::forget_address(ManagedStorage& managed) {
+void Storages::clear_address(ManagedStorage& managed) {
   if (const auto found = by_address_.find(managed.address);
       found != by_address_.end() && found->second == &managed)
     by_address_.erase(found);
   managed.address = 0;
 }
 
-void Storages::bury_one() { forget(nb::object(pop_dead_())); }
+void Storages::remove_one_dead() { forget(nb::object(pop_dead_())); }
 
-void Storages::renew(PyObject* storage) {
+void Storages::untrack(PyObject* storage) {
   for (auto* managed = find(storage); managed != nullptr;) {
     auto* const next = managed->next;
     const nb::object reference = std::exchange(managed->reference, nb::none());
@@ -186,10 +186,10 @@ void Storages::forget(nb::object reference) {
     use_.erase(managed.use);
     managed.in_use_order = false;
   }
-  forget_address(managed);
+  clear_address(managed);
   if (managed.lies_at != 0) memory_->segment->take(managed);
-  if (tells_all || managed.noted || managed.recipes != 0 || !managed.slot.is_none())
-    buried_(owned.object);
+  if (reports_all || managed.reports_freed || managed.recipes != 0 || !managed.slot.is_none())
+    on_freed_(owned.object);
   else if (managed.movable && !device_.is_none())
     memory_->known_bytes -= managed.size_bytes;
 }
@@ -219,14 +219,14 @@ int Storages::traverse(PyObject* self, visitproc visit, void* arg) {
   if (!nb::inst_ready(self)) return 0;
   auto* storages = nb::inst_ptr<Storages>(self);
   Py_VISIT(storages->adopt_.ptr());
-  Py_VISIT(storages->buried_.ptr());
+  Py_VISIT(storages->on_freed_.ptr());
   return 0;
 }
 
 int Storages::clear(PyObject* self) {
   auto* storages = nb::inst_ptr<Storages>(self);
   storages->adopt_.reset();
-  storages->buried_.reset();
+  storages->on_freed_.reset();
   return 0;
 }
 

@@ -39,7 +39,7 @@ struct ManagedStorage {
   bool clean = false, guarded = false, keeps_copy = true, is_void = false, queued = false;
   bool writing = false;  // its packed bytes are being written, or wait for it
   bool movable = false, lasts = false, gone = false;
-  bool noted = false;  // by the device, which is told of its death
+  bool reports_freed = false;  // the device is told of its death
   bool waits = false;  // a copy to or from it has not begun, as far as is known: until then it may move
   bool stays = false;  // where its memory is, as others use that too
   std::uintptr_t lies_at = 0;  // in the device's segment; 0: it does not
@@ -67,12 +67,12 @@ struct DeviceMemory {
 class Storages {
  public:
   // first_serial   storages in blocks of the arena from this one on are movable, and `adopt` is not asked; 0: none
-  Storages(nb::object adopt, nb::object buried, std::int64_t smallest_bytes, std::uint64_t first_serial);
+  Storages(nb::object adopt, nb::object on_freed, std::int64_t smallest_bytes, std::uint64_t first_serial);
 
   // Null where it was not met before. Of a divided one the first part, here and below.
   ManagedStorage* find(PyObject* storage) const;
   // place: the stream of the kernel that has made it; none where it is not known, or made by none.
-  ManagedStorage* meet(PyObject* storage, bool made, nb::handle place = {});
+  ManagedStorage* track(PyObject* storage, bool made, nb::handle place = {});
   // Makes parts of it, where it is at rest in the arena. Others of its size are divided when they are met first: what
   // is as large as a weight is its gradient, or the optimizer's.
   void divide(ManagedStorage& whole);
@@ -82,15 +82,15 @@ class Storages {
   // Null where none lies there.
   ManagedStorage* at(std::uintptr_t address) const;
   // The arena no longer keeps it.
-  void forget_address(ManagedStorage& managed);
+  void clear_address(ManagedStorage& managed);
   // It was used now.
   void move_to_end(ManagedStorage& managed) {
     if (managed.in_use_order) use_.splice(use_.end(), use_, managed.use);
   }
   // The storage's memory is another one now: to the run it is another storage.
-  void renew(PyObject* storage);
-  void bury() {
-    while (has_dead()) bury_one();
+  void untrack(PyObject* storage);
+  void remove_dead() {
+    while (has_dead()) remove_one_dead();
   }
   bool has_dead() const;
 
@@ -106,7 +106,7 @@ class Storages {
     memory_ = &memory;
   }
 
-  bool tells_all = true;  // `buried` is told of those, too, that nobody has noted, and that have no copy
+  bool reports_all = true;  // `on_freed` is called for those, too, that have no copy, and do not report it
 
   static nb::object make(nb::handle storage, std::int64_t size_bytes, nb::handle died);
   static int traverse(PyObject* self, visitproc visit, void* arg);
@@ -118,7 +118,7 @@ class Storages {
     ManagedStorage* managed = nullptr;
   };
 
-  void bury_one();
+  void remove_one_dead();
   void forget(nb::object reference);
   ManagedStorage* add(PyObject* storage, std::int64_t size_bytes);
   void add_parts(ManagedStorage& whole, PyObject* storage, bool made, const std::vector<std::uintptr_t>& starts);
@@ -126,7 +126,7 @@ class Storages {
   bool adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place);
   void enter_address(ManagedStorage& managed);
 
-  nb::object adopt_, buried_;
+  nb::object adopt_, on_freed_;
   nb::object device_ = nb::none();  // None: `adopt` is asked
   DeviceMemory* memory_ = nullptr;
   const std::int64_t smallest_bytes_;
@@ -134,7 +134,7 @@ class Storages {
   nb::object dead_;  // a deque of weak references: filled anywhere, on any thread, by a call nothing can interrupt
   nb::object died_, pop_dead_;
   std::unordered_map<PyObject*, ManagedStorage*> by_storage_;
-  std::unordered_map<PyObject*, Owned> by_reference_;  // until it is buried
+  std::unordered_map<PyObject*, Owned> by_reference_;  // until it is removed
   std::unordered_map<std::uintptr_t, ManagedStorage*> by_address_;
   std::list<ManagedStorage*> use_;
   std::set<std::int64_t> divided_sizes_;

@@ -73,7 +73,7 @@ class Expected {
   std::map<std::uint64_t, bool> left_;
 };
 
-// Moves pieces of all kinds, with a cancellation and a hurry in between; `disturb` is called meanwhile.
+// Moves pieces of all kinds, with a cancellation and a raise_priority in between; `disturb` is called meanwhile.
 template <class Disturb>
 void move_everything(Transfers& transfers, Target target, const Disturb& disturb) {
   Expected expected;
@@ -95,7 +95,7 @@ void move_everything(Transfers& transfers, Target target, const Disturb& disturb
   expected.submit(transfers, some(0, 6));
   const std::uint64_t cancelled = 3, hurried = 5;
   transfers.cancel({&cancelled, 1});
-  transfers.hurry({&hurried, 1});
+  transfers.raise_priority({&hurried, 1});
   disturb();
   expected.submit(transfers, some(6, 11));
   expected.collect(transfers);

@@ -235,7 +235,7 @@ TEST(requests_begin_by_priority) {
   submit(5, Priority::evict);
   submit(6, Priority::demand);
   const std::uint64_t hurried[] = {5, 4, 3, 99};
-  transfers.hurry(hurried);
+  transfers.raise_priority(hurried);
   gate.let(100);
   for (const auto& [token, error] : wait_for(transfers, 7)) CHECK(error == 0);
   std::vector<std::uint64_t> order;
@@ -262,7 +262,7 @@ TEST(only_a_demand_begins_beside_many_bytes) {
   CHECK_EQUAL(gate.wait_until_began(6).back(), 7 * 8 * kPiece);
   CHECK_EQUAL(gate.most_bytes, 3 * kPiece);
   const std::uint64_t last = 4;  // an eviction that waits for others, and is waited for now
-  transfers.hurry({&last, 1});
+  transfers.raise_priority({&last, 1});
   CHECK_EQUAL(gate.wait_until_began(7).back(), last * 8 * kPiece);
   gate.let(100);
   CHECK_EQUAL(wait_for(transfers, 7).size(), 7U);

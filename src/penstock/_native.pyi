@@ -141,8 +141,8 @@ def arena_keep_for(address: int, change: int) -> None: ...  # recipes that hold 
 def arena_compute_dropped(computes: bool) -> None: ...  # whether somebody asks for questions
 
 # Number, address, whether it is a write, and the thread that asks, as threading.get_ident names it.
-def arena_wait_for_question(seconds: float) -> tuple[int, int, bool, int] | None: ...
-def arena_answer(number: int, done: bool) -> None: ...
+def arena_wait_for_fault(seconds: float) -> tuple[int, int, bool, int] | None: ...
+def arena_end_fault(number: int, done: bool) -> None: ...
 def arena_forget_copy(address: int) -> None: ...
 def arena_make_room(size_bytes: int, pinned: Sequence[int]) -> bool: ...
 def arena_events() -> list[tuple[int, Literal["out", "in"]]]: ...
@@ -201,7 +201,7 @@ class Transfers:
     ) -> None: ...
     def submit(self, transfers: Sequence[Transfer], /) -> None: ...
     def cancel(self, transfers: Sequence[Transfer], /) -> int: ...
-    def hurry(self, transfers: Sequence[Transfer], /) -> None: ...
+    def raise_priority(self, transfers: Sequence[Transfer], /) -> None: ...
     def deliver_the_rest(self) -> None: ...
     def close(self, timeout_s: float) -> bool: ...
 
@@ -430,7 +430,7 @@ class ManagedStorage:
     movable: bool  # it can leave the device
     lasts: bool  # it was there before the step, or the optimizer keeps it
     gone: bool  # the device took its memory by itself, and keeps a copy of its own
-    noted: bool  # by the device, which is told of its death
+    reports_freed: bool  # the device is told of its death
     stays: bool  # where its memory is, as others use that too
     lies_at: int  # its address in the device's segment; 0: it is not there
     pins: int  # kernels that use it now, and what runs beside them
@@ -453,13 +453,13 @@ class Storages:
 
     adopt         decides whether a storage can be moved, and prepares it: called once for each one, with
                   whether a kernel has just made it
-    buried        is told of each one that has died: of all, or if not `tells_all`, of those with a copy, and
-                  of those that the device has noted
+    on_freed      called with each one that has died: all, or if not `reports_all`, those with a copy, and
+                  those that `reports_freed` marks
     first_serial  storages in blocks of the arena from this one on are movable, and `adopt` is not asked
                   about them; 0: there are none
     """
 
-    tells_all: bool
+    reports_all: bool
     part_bytes: int  # of what is divided; 0: nothing is
     @property
     def has_divided(self) -> bool: ...
@@ -468,21 +468,23 @@ class Storages:
     def __init__(
         self,
         adopt: Callable[[ManagedStorage, Any, bool], bool],
-        buried: Callable[[ManagedStorage], object],
+        on_freed: Callable[[ManagedStorage], object],
         smallest_bytes: int,
         first_serial: int = 0,
     ) -> None: ...
-    # None where it was not met before; of a divided one the first part, as for `meet`.
+    # None where it was not met before; of a divided one the first part, as for `track`.
     def find(self, storage: Any) -> ManagedStorage | None: ...
     def divide(self, managed: ManagedStorage) -> None: ...  # into parts, where the arena can
-    def meet(self, storage: Any, made: bool = False) -> ManagedStorage: ...  # made: a kernel has just made it
+    def track(
+        self, storage: Any, made: bool = False
+    ) -> ManagedStorage: ...  # made: a kernel has just made it
     # What kernels make on the torch.device is adopted from now on without asking, and counts in `memory`.
     def adopt_results(self, device: Any, memory: DeviceMemory) -> None: ...
     def at(self, address: int) -> ManagedStorage | None: ...
     def move_to_end(self, managed: ManagedStorage) -> None: ...  # of `by_use`: it was used now
-    def forget_address(self, managed: ManagedStorage) -> None: ...  # the arena no longer keeps it
-    def bury(self) -> None: ...  # forget those that have died; call it before storages are looked up
-    def renew(self, storage: Any) -> None: ...  # its memory is another one: forget it too
+    def clear_address(self, managed: ManagedStorage) -> None: ...  # the arena no longer keeps it
+    def remove_dead(self) -> None: ...  # forget those that have died; call it before storages are looked up
+    def untrack(self, storage: Any) -> None: ...  # its memory is another one: forget it too
     def all(self) -> list[ManagedStorage]: ...
 
     # Movable ones, the least recently used first. Those that are not resident are among them.

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.devices.drivers import driver_of
+from penstock.runtime.devices.drivers import make_driver
 
 MIB = 1 << 20
 
@@ -13,7 +13,7 @@ def test_expanding_takes_no_memory_that_is_not_there(emu: Any) -> None:
     """Operators take some MiB beside; the device has none left."""
     torch.accelerator.empty_cache()
     emu.configure(memory="40MiB", order="random")
-    driver, stream = driver_of(torch.device("emu:0")), torch.Stream(device="emu")
+    driver, stream = make_driver(torch.device("emu:0")), torch.Stream(device="emu")
     content = torch.zeros(MIB, device="emu")
     content[::50] = 3.0
     expected = content.cpu()

@@ -1,5 +1,5 @@
-"""Weights in few bits, and optimizers with eight-bit state, of bitsandbytes and torchao: in a budget they give
-the bits of a plain run. `make test-versions` has both libraries; elsewhere these tests skip."""
+"""Weights in few bits, and optimizers with eight-bit state, of bitsandbytes and torchao: with the same bits.
+`make test-versions` has both libraries; elsewhere these tests skip."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class Transfer:
         self.keep = None
         self.on_done(self)
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         pass
 
     def key(self, extents: dict[int, int]) -> Hashable:
@@ -353,7 +353,7 @@ class World:
     def _make(self, name: str) -> None:
         """A kernel makes it."""
         with self.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
             _native.arena_touch([])
             self.engine.make_room(SIZE, expected=True)
         self.others("makes")
@@ -371,19 +371,19 @@ class World:
         self.blocks[name] = Block()
         self.order = [*(one for one in self.order if one != name), name]
         self._mark(name)
-        self.storages.bury()
-        managed = self.storages.meet(storage, True)
+        self.storages.remove_dead()
+        managed = self.storages.track(storage, True)
         managed.index = NAMES.index(name)
         self.managed[name] = managed
         self.met.append(managed)
 
     def _bury(self, managed: ManagedStorage) -> None:
         if managed.recipes:
-            self.recomputation.bury(managed)
-        self.device.bury(managed)
+            self.recomputation.on_storage_freed(managed)
+        self.device.on_storage_freed(managed)
 
     def _victims(self) -> Sequence[ManagedStorage]:
-        self.storages.bury()
+        self.storages.remove_dead()
         return self.storages.by_use()
 
     def name_of(self, managed: ManagedStorage) -> str:
@@ -667,7 +667,7 @@ class World:
                 self.engine.end_kernel()
 
         with self.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
             for managed in used:
                 managed.pins += 1
             try:
@@ -697,11 +697,11 @@ class World:
         self.others("ends")
         self.used = ()
         with self.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
             if notes:
                 operands = [torch.empty(0, dtype=torch.uint8).set_(self.storage[name]) for name in ("A", "B")]
                 self.recomputation.keep_recipe(
-                    _computed, operands[:1], None, operands[1], None, 0, self.storages.meet
+                    _computed, operands[:1], None, operands[1], None, 0, self.storages.track
                 )
             over()
 
@@ -746,7 +746,7 @@ class World:
     def _order(self, call: Callable[[ManagedStorage], None], name: str) -> None:
         """As `Clock._act`."""
         with self.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
             managed = self.managed[name]
             if managed.movable:
                 call(managed)
@@ -762,7 +762,7 @@ class World:
 
     def _step(self) -> None:
         with self.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
             self.recomputation.end_step()
             self.engine.begin_step()
 
@@ -857,7 +857,7 @@ class World:
             raise Violation(f"{left_bytes} bytes of memory are nobody's after the end")
         self.storage.clear()
         self.blocks.clear()
-        self.storages.bury()
+        self.storages.remove_dead()
         if self.spill.live:
             raise Violation("an extent is never given back")
         left_bytes = _native.arena_stats().in_memory_bytes
@@ -870,7 +870,7 @@ class World:
         self.recomputation.recompute_all()
         self.engine.drain()
         with self.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
             if not self.device.bring_all_back(self.storages.all()):
                 raise Violation("what fits does not come back")
         self.recomputation.close()
@@ -989,7 +989,13 @@ class World:
                         managed.freeing_bytes,
                     ),
                     (managed.packed_bytes, managed.writing, managed.void, managed.queued, managed.movable),
-                    (managed.gone, managed.noted, managed.pins, managed.recipes, managed.hold is not None),
+                    (
+                        managed.gone,
+                        managed.reports_freed,
+                        managed.pins,
+                        managed.recipes,
+                        managed.hold is not None,
+                    ),
                     slot and (known(extents, slot.extent.offset), slot.packing.packed_bytes),
                     slot and [known(marks, mark) for mark in self._slot_marks(managed) or ()],
                     staging

@@ -124,12 +124,12 @@ def test_everything_compressed(
 def _leave_compressed(run: penstock.Offload, tensors: list[torch.Tensor]) -> None:
     """Give up the memory of these, with compressed copies."""
     for tensor in tensors:
-        managed = run._clock.storages.meet(tensor.untyped_storage())
+        managed = run._clock.storages.track(tensor.untyped_storage())
         with run._engine.lock:
             run._engine.evict(managed, release=True, packs=4)
     run._engine.drain()
     for tensor in tensors:
-        managed = run._clock.storages.meet(tensor.untyped_storage())
+        managed = run._clock.storages.track(tensor.untyped_storage())
         assert managed.state == 2 and managed.slot.packing.packed_bytes > 0
 
 

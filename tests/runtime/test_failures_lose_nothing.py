@@ -415,7 +415,7 @@ def test_a_prefetch_that_failed_is_logged_once_with_no_lock_held(
                 with run.step():
                     tensor = torch.full((1 << 20,), float(number))
                     with run._engine.lock:
-                        managed = run._clock.storages.meet(tensor.untyped_storage())
+                        managed = run._clock.storages.track(tensor.untyped_storage())
                         run._engine.evict(managed, release=True)
                         run._engine.drain()
                         run._engine.prefetch(managed)

@@ -73,7 +73,7 @@ def _sparse(seed: int, elements: int = ELEMENTS) -> torch.Tensor:
 
 
 def _pack(run: penstock.Offload, tensor: torch.Tensor) -> None:
-    managed = run._clock.storages.meet(tensor.untyped_storage())
+    managed = run._clock.storages.track(tensor.untyped_storage())
     with run._engine.lock:
         before = run._device.in_memory_bytes()
         run._engine.evict(managed, release=True, packs=4)
@@ -113,7 +113,7 @@ def test_what_is_written_to_meanwhile_is_not_taken_from_the_copy(gate: Gate, tmp
         expected[1].add_(1)
         gate.opened.set()
         run._engine.drain()
-        for managed in (run._clock.storages.meet(each.untyped_storage()) for each in (tensor, other)):
+        for managed in (run._clock.storages.track(each.untyped_storage()) for each in (tensor, other)):
             with run._engine.lock:
                 run._engine.evict(managed, release=True)
         run._engine.drain()
@@ -135,7 +135,7 @@ def test_a_failed_write_leaves_the_packed_bytes(error: int, gate: Gate, tmp_path
         assert failure.value.errno == error
         assert torch.equal(tensors[0], expected[0])
         gate.error = 0
-        managed = run._clock.storages.meet(tensors[1].untyped_storage())
+        managed = run._clock.storages.track(tensors[1].untyped_storage())
         with run._engine.lock:
             run._engine.evict(managed, release=True)  # tried again
         run._engine.drain()
@@ -171,7 +171,7 @@ def test_what_is_fetched_stays_packed_until_it_is_used(tmp_path: Path) -> None:
         expected = tensor.clone()
         _pack(run, tensor)
         run._engine.drain()
-        managed = run._clock.storages.meet(tensor.untyped_storage())
+        managed = run._clock.storages.track(tensor.untyped_storage())
         assert managed.state == AWAY and not managed.packed_bytes
         before = run._device.in_memory_bytes()
         with run._engine.lock:

@@ -42,7 +42,7 @@ def _nothing_is_left(run: penstock.Offload) -> None:
     engine, device = run._engine, run._device
     with engine.lock:
         engine.drain()
-        device.storages.bury()  # type: ignore[union-attr]
+        device.storages.remove_dead()  # type: ignore[union-attr]
         assert engine.in_flight_bytes == (0, 0)
         assert engine.freeing_bytes == 0
         assert not device._staging and not device._packed  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def test_in_each_state(state: object, on: str, tmp_path: Path) -> None:
     with _offload(tmp_path) as run:
         content = torch.relu(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1)) - 1)
         tensor = content.clone()
-        managed = run._clock.storages.meet(tensor.untyped_storage())
+        managed = run._clock.storages.track(tensor.untyped_storage())
         with run._engine.lock:
             if state != RESIDENT:
                 run._engine.evict(managed, release=state != LEAVING, packs=4 if state == "packed" else 0)
@@ -97,7 +97,7 @@ def test_unannounced(state: object, tmp_path: Path) -> None:
         content = torch.relu(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1)) - 1)
         tensor = content.clone()
         storage = tensor.untyped_storage()
-        managed = run._clock.storages.meet(storage)
+        managed = run._clock.storages.track(storage)
         with run._engine.lock:
             if state != RESIDENT:
                 run._engine.evict(managed, release=state != LEAVING, packs=4 if state == "packed" else 0)

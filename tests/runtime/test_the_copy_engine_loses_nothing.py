@@ -83,8 +83,8 @@ class Program(RuleBasedStateMachine):
                 number = next(self.numbers)
                 self.expected[number] = next(self.values).to_bytes(4, "little") * (size * PIECE // 4)
                 fill(storage, self.expected[number])
-                self.storages.bury()
-                managed = self.storages.meet(storage, True)
+                self.storages.remove_dead()
+                managed = self.storages.track(storage, True)
                 self.device.take(managed.key, managed.size_bytes)
                 self.alive[number], self.managed[number] = storage, managed
                 managed.index = number
@@ -150,7 +150,7 @@ class Program(RuleBasedStateMachine):
             del self.alive[number], self.managed[number], self.expected[number]
             gc.collect(0)
             with self.engine.lock:
-                self.storages.bury()
+                self.storages.remove_dead()
 
     @rule(size=st.integers(1, 10))
     def free(self, size: int) -> None:
@@ -236,7 +236,7 @@ class Program(RuleBasedStateMachine):
         self.managed.clear()
         gc.collect()  # errors that were raised hold what their frames held
         with self.engine.lock:
-            self.storages.bury()
+            self.storages.remove_dead()
         assert not self.device.slots and not self.device.live and not self.device.packed
 
 

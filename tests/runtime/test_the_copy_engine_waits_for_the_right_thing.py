@@ -35,7 +35,7 @@ class Bench:
         storage = torch.UntypedStorage(PIECE)
         storage.fill_(len(self.kept))
         self.kept.append(storage)
-        managed = self.storages.meet(storage, True)
+        managed = self.storages.track(storage, True)
         self.device.take(managed.key, managed.size_bytes)
         return managed
 

@@ -108,13 +108,13 @@ def test_demands_go_first_across_directions(mover: Mover, gate: Gate) -> None:
         ("write", 7, PREFETCH),
     ]
     pending = [mover.move(kind, extents[number], priority) for kind, number, priority in asked]
-    pending[3].hurry()
-    pending[3].hurry()
+    pending[3].raise_priority()
+    pending[3].raise_priority()
     gate.open()
     mover.wait(8)
     numbers = [[extent.offset for extent in extents].index(offset) for _, offset in gate.began]
     assert numbers == [0, 5, 6, 4, 2, 7, 1, 3]
-    pending[3].hurry()  # it is over
+    pending[3].raise_priority()  # it is over
 
 
 @pytest.mark.parametrize("mover", [4], indirect=True)
@@ -154,7 +154,7 @@ def test_what_waits_for_a_measurement_can_be_hurried(mover: Mover, gate: Gate) -
     pending = [mover.move("read", extent, PREFETCH) for extent in extents]
     gate.wait_until_began(("read", extents[0].offset))
     assert len(gate.began) == 1
-    pending[2].hurry()
+    pending[2].raise_priority()
     gate.wait_until_began(*(("read", extent.offset) for extent in extents))
     gate.open()
     mover.wait(4)
@@ -167,12 +167,12 @@ def test_one_that_is_hurried_while_it_is_handed_over_is_a_demand(
 
     class Late(MemoryTransport):
         def submit(self, transfers: Sequence[Transfer]) -> None:
-            transfers[0].hurry()
+            transfers[0].raise_priority()
             super().submit(transfers)
             order.append("submitted")
 
-        def hurry(self, transfers: Sequence[Transfer]) -> None:
-            super().hurry(transfers)
+        def raise_priority(self, transfers: Sequence[Transfer]) -> None:
+            super().raise_priority(transfers)
             order.append("hurried")
 
     monkeypatch.setitem(TRANSPORTS, "memory", Late)

@@ -491,7 +491,7 @@ def test_requests_begin_by_priority_and_in_the_order_they_came(bench: Bench) -> 
     hold, gathered = Hold(bench), Gathered(len(transfers))
     for transfer in transfers:
         submit(bench.transport, [transfer], gathered)
-    bench.transport.hurry([transfers[8], transfers[1], transfers[2]])
+    bench.transport.raise_priority([transfers[8], transfers[1], transfers[2]])
     hold.release()
     began = sorted(gathered.wait(), key=lambda transfer: transfer.started_s)
     order = [transfers.index(each) for each in began]
@@ -508,13 +508,13 @@ def test_what_was_hurried_is_not_changed_otherwise(bench: Bench) -> None:
     transfers = [bench.transfer("write", at, address, 5000, priority=EVICT) for at in (1, 9000, 20_000)]
     hold, gathered = Hold(bench), Gathered(2 + 1)
     submit(bench.transport, transfers, gathered)
-    bench.transport.hurry(transfers[1:])
-    bench.transport.hurry(transfers[1:])
+    bench.transport.raise_priority(transfers[1:])
+    bench.transport.raise_priority(transfers[1:])
     cancelled = bench.transport.cancel(transfers[2:])
     hold.release()
     errors = {transfer.offset: transfer.error_number for transfer in gathered.wait()}
     assert errors == {1: 0, 9000: 0, 20_000: errno.ECANCELED if cancelled else 0}
-    bench.transport.hurry(transfers)  # they are over
+    bench.transport.raise_priority(transfers)  # they are over
     bench.check_changes(ORIGINAL, {at: DATA[:5000] for at, error in errors.items() if not error})
 
 

@@ -86,7 +86,7 @@ def _require_no_extents(run: penstock.Offload) -> None:
     """The space of tensors that are gone is free again."""
     run._engine.drain()
     with run._engine.lock:
-        run._clock.storages.bury()
+        run._clock.storages.remove_dead()
         slots = [managed.slot for managed in run._clock.storages.all() if managed.slot is not None]
         lost_bytes = run._spill.used_bytes - sum(slot.extent.size_bytes for slot in slots)
         assert lost_bytes == 0, f"{lost_bytes} bytes of spill space are nobody's"

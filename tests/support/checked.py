@@ -677,7 +677,7 @@ def checked_run(
                 clock.recomputation.recompute_all()
                 engine.drain()
                 with engine.lock:
-                    clock.storages.bury()
+                    clock.storages.remove_dead()
                     device.bring_all_back(clock.storages.all())
                 device.close()
             finally:

@@ -34,8 +34,8 @@ class FaultyTransport(Workers):
     def cancel(self, transfers: Sequence[Transfer]) -> int:
         return self._inner.cancel(transfers)  # the others fail at once
 
-    def hurry(self, transfers: Sequence[Transfer]) -> None:
-        self._inner.hurry(transfers)
+    def raise_priority(self, transfers: Sequence[Transfer]) -> None:
+        self._inner.raise_priority(transfers)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         return super().close(timeout_s) and self._inner.close(timeout_s)

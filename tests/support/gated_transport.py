@@ -69,8 +69,8 @@ class GatedTransport:
     def cancel(self, transfers: Sequence[Transfer]) -> int:
         return self.inner.cancel(transfers)
 
-    def hurry(self, transfers: Sequence[Transfer]) -> None:
-        self.inner.hurry(transfers)
+    def raise_priority(self, transfers: Sequence[Transfer]) -> None:
+        self.inner.raise_priority(transfers)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         return self.inner.close(timeout_s)

@@ -174,7 +174,7 @@ class ScriptedDevice:
         del self.live[managed.key]
         return True
 
-    def hurry(self, managed: ManagedStorage) -> None:
+    def raise_priority(self, managed: ManagedStorage) -> None:
         pass
 
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:

@@ -19,7 +19,7 @@ from penstock.errors import DeviceUnavailable, InvalidArgument, SpillError, Spil
 from penstock.machine import available_bytes, lines, memory_bytes
 from penstock.options import LOSSY, Directories
 from penstock.runtime.devices.driver import Driver
-from penstock.runtime.devices.drivers import device_of, driver_of
+from penstock.runtime.devices.drivers import device_of, make_driver
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -58,7 +58,7 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     if not time_budget_s > 0:
         raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
     target = device_of(device)
-    driver = None if target.type == "cpu" else driver_of(target)
+    driver = None if target.type == "cpu" else make_driver(target)
     fields, path = _measure_disk(spill_dir, time_budget_s * (1 if driver is None else 0.8))
     if driver is None:
         fields |= {"device_bytes": memory_bytes(), "disk_shares_bus": False}
@@ -86,7 +86,7 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
 def device_name(device: str) -> str:
     """The model of a device, the same for all devices that are equal. Raises as `probe`."""
     target = device_of(device)
-    return _cpu_name() if target.type == "cpu" else driver_of(target).name
+    return _cpu_name() if target.type == "cpu" else make_driver(target).name
 
 
 def wait_for(space: SpillSpace, over: SimpleQueue[Transfer], count: int) -> list[Transfer]:

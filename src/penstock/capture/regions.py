@@ -14,7 +14,7 @@ from torch.fx import Node
 from penstock.capture.operators import describe
 
 
-def compiled_regions_shown() -> contextlib.AbstractContextManager[object]:
+def compiled_regions_visible() -> contextlib.AbstractContextManager[object]:
     """Have each region that torch.compile compiles inside run as one operator, which dispatch modes see. What
     was compiled before stays invisible to them."""
     if "torch._dynamo" in sys.modules:  # else nothing was handed to torch.compile

@@ -27,14 +27,14 @@ from penstock.capture.datasheets import DATA_SHEETS
 from penstock.capture.operators import describe, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
-from penstock.capture.regions import compiled_regions_shown, region_inputs
+from penstock.capture.regions import compiled_regions_visible, region_inputs
 from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import extent, part_sizes, run_in_parts
 from penstock.core.arguments import described
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.driver import Driver
-from penstock.runtime.devices.drivers import driver_of
+from penstock.runtime.devices.drivers import make_driver
 
 
 class TracingCosts(NamedTuple):
@@ -420,7 +420,7 @@ def trace(
     tracers = [Tracer(estimate=estimator(sheet), fakes=fakes, divided=divided) for _ in range(warmup + 1)]
     try:
         with (
-            compiled_regions_shown(),
+            compiled_regions_visible(),
             _fakes_on_lists(),
             _optimizers_restored(),
             _modules_restored(),
@@ -442,10 +442,10 @@ def trace(
 
 
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
-    driver = None if device.type == "cpu" else driver_of(device)
+    driver = None if device.type == "cpu" else make_driver(device)
     divided: set[int] | None = set() if driver is None else None
     tracer = Tracer(driver, costs=_costs_of_tracing(driver), density=True, divided=divided)
-    with compiled_regions_shown():
+    with compiled_regions_visible():
         for _ in range(warmup):
             step()
         begun_s = time.perf_counter()

@@ -34,10 +34,10 @@ from penstock.runtime.collectives import Collectives
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.output_bytes import Needs
+from penstock.runtime.output_bytes import KernelNeeds
 from penstock.runtime.recompute import Recomputation
 from penstock.runtime.recording import Recorder, Recording
-from penstock.runtime.replacements import graphs_refused, triton_kernels_seen
+from penstock.runtime.replacements import cuda_graphs_refused, triton_launches_seen
 from penstock.runtime.schedule import (
     LARGEST_SMALL_BYTES,
     Drop,
@@ -83,7 +83,7 @@ class Clock(TorchDispatchMode):
         self._engine = engine
         self._lock = engine.lock
         self.storages = Storages(device.adopt, self._died, smallest_bytes, device.first_serial)
-        self.storages.tells_all = False
+        self.storages.reports_all = False
         self.storages.part_bytes = slices.PART_BYTES if device.memory.in_arena else 0
         self.storages.divisible_bytes = slices.DIVISIBLE_BYTES
         if not device.memory.in_arena:
@@ -91,7 +91,7 @@ class Clock(TorchDispatchMode):
         device.storages = self.storages
         engine.victims = self._victims
         engine.wait_for_others = self._wait_for_a_collective
-        engine.remark = self._remark
+        engine.budget_hint = self._budget_hint
         self.recomputation = Recomputation(device, engine)
         self.native = self._kernels = _native.KernelClock(
             storages=self.storages,
@@ -118,14 +118,23 @@ class Clock(TorchDispatchMode):
         self._access = StorageAccess(
             device, engine, self.storages, self.recomputation, self._interrupts, self._kernel_over
         )
-        needs = Needs()
+        needs = KernelNeeds()
         # What csrc/runtime/dispatch.cpp calls, too:
         self._infer_need, self._note_need = needs.bytes, needs.add
         self._begin_measuring, self._end_measuring = self._recorder.begin_kernel, self._recorder.end_kernel
         self._try_variants, self._record = self._recorder.measure, self._recorder.record
-        self._run_variant, self._run_otherwise = self.variants.run, self.variants.run_otherwise
-        self._launching, self._launched = self._collectives.launching, self._collectives.launched
-        self._not_launched, self._land = self._collectives.not_launched, self._collectives.land
+        self._run_variant, self._retry_with_alternative = (
+            self.variants.run,
+            self.variants.retry_with_alternative,
+        )
+        self._before_launch, self._after_launch = (
+            self._collectives.before_launch,
+            self._collectives.after_launch,
+        )
+        self._launch_failed, self._release_done = (
+            self._collectives.launch_failed,
+            self._collectives.release_done,
+        )
         self._cannot_use, self._kernel_failed = device.cannot_use, device.kernel_failed
         self._in_memory_bytes = device.in_memory_bytes
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
@@ -145,8 +154,8 @@ class Clock(TorchDispatchMode):
         self._kernels.entered = True
         self._access.replace_methods(self._replaced, self._recorder.resized)
         if self._device.empties_storages:
-            self._replaced.enter_context(graphs_refused())
-            self._replaced.enter_context(triton_kernels_seen(self._access.present))
+            self._replaced.enter_context(cuda_graphs_refused())
+            self._replaced.enter_context(triton_launches_seen(self._access.present))
 
     def stop(self) -> None:
         """See no more. Where another mode was entered since, this one lies still below it."""
@@ -206,8 +215,8 @@ class Clock(TorchDispatchMode):
             if self.rests:
                 self.__enter__()
             self._phases.exit()
-            self.storages.bury()
-            self._land([])
+            self.storages.remove_dead()
+            self._release_done([])
             self.recomputation.end_step()
             self._kernels.in_step = False
             if not self.rests:
@@ -223,8 +232,8 @@ class Clock(TorchDispatchMode):
         """The tensor is a weight, a gradient, or the optimizer's."""
         for storage in storages_in(tensor):
             with self._interrupts, self._lock:
-                self.storages.bury()
-                managed = self.storages.meet(storage)
+                self.storages.remove_dead()
+                managed = self.storages.track(storage)
                 if kind == WEIGHT:
                     self._kernels.divide(self, managed)
                 for part in managed.parts():
@@ -329,7 +338,7 @@ class Clock(TorchDispatchMode):
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
-    def _secure(self, need_bytes: int, pieces: Sequence[int] | None) -> None:
+    def _make_room_for_kernel(self, need_bytes: int, pieces: Sequence[int] | None) -> None:
         """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
         has, is asked before."""
         sizes = (need_bytes,) if pieces is None else pieces
@@ -362,7 +371,7 @@ class Clock(TorchDispatchMode):
                 managed.pins += 1
         return True
 
-    def _note(
+    def _keep_recipe(
         self,
         operator: Any,
         args: tuple[Any, ...],
@@ -377,10 +386,10 @@ class Clock(TorchDispatchMode):
             schedule: Schedule | None = self._kernels.schedule
             need_bytes = schedule.needs_bytes[self._kernels.kernels] if schedule is not None else 0
             self.recomputation.keep_recipe(
-                operator, args, kwargs, result, before, need_bytes, self.storages.meet
+                operator, args, kwargs, result, before, need_bytes, self.storages.track
             )
 
-    def _remark(self) -> str:
+    def _budget_hint(self) -> str:
         """A program that caught an error may have forgotten the run."""
         if self._kernels.in_step:
             return ""
@@ -463,7 +472,7 @@ class Clock(TorchDispatchMode):
     def _victims(self) -> Sequence[ManagedStorage]:
         """What leaves first where no plan says so, or memory is short in spite of one: what is used furthest
         in the future, where that is known, else what was used least recently."""
-        self.storages.bury()  # a copy that is over may have been the last to hold one
+        self.storages.remove_dead()  # a copy that is over may have been the last to hold one
         kernels, by_use = self._kernels, self.storages.by_use()
         schedule: Schedule | None = kernels.schedule
         if schedule is None:
@@ -480,8 +489,8 @@ class Clock(TorchDispatchMode):
         with self._interrupts:
             self._recorder.died(managed)
             if managed.recipes:
-                self.recomputation.bury(managed)
-            self._device.bury(managed)
+                self.recomputation.on_storage_freed(managed)
+            self._device.on_storage_freed(managed)
 
 
 skip_code(Clock.__torch_dispatch__.__code__)

@@ -72,7 +72,7 @@ def in_flight_bytes(trace: Trace, budget_bytes: int) -> int:
 class Collectives:
     """The collectives in flight. The engine's lock is held.
 
-    allowed_bytes   most that they may hold on the device when memory is short; beyond it, `launched` waits
+    allowed_bytes   most that they may hold on the device when memory is short; beyond it `after_launch` waits
     """
 
     def __init__(self, device: Device, budget_bytes: int, kernels: KernelClock) -> None:
@@ -91,19 +91,19 @@ class Collectives:
     def _bytes(self) -> int:
         return sum(managed.size_bytes for flight in self._flights for managed in flight.storages)
 
-    def launching(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
+    def before_launch(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> None:
         """Hold the storages of a collective that is to be launched. Its threads access them by system calls,
         which fail on an evicted or protected page; an instruction would fault and bring it back."""
         for managed in used:
             self._device.hold(managed, +1, managed in written)
             self._held.append(managed)
 
-    def not_launched(self) -> None:
+    def launch_failed(self) -> None:
         """The launch failed: release its storages."""
         while self._held:
             self._device.hold(self._held.pop(), -1)
 
-    def launched(
+    def after_launch(
         self,
         operator: Operator,
         result: Any,
@@ -129,7 +129,7 @@ class Collectives:
             if self._device.in_memory_bytes() + size_bytes <= self._budget_bytes or not self.wait():
                 break
 
-    def land(self, used: list[ManagedStorage]) -> None:
+    def release_done(self, used: list[ManagedStorage]) -> None:
         """Release the collectives that are done: also those whose results the next kernel uses."""
         for flight in self._flights[:]:
             if flight.is_done or any(managed in used for managed in flight.writes):
@@ -145,7 +145,7 @@ class Collectives:
         waitable = [flight for flight in self._flights if flight.work is not None]
         before = len(self._flights)
         while waitable and time.monotonic() < deadline_s:
-            self.land([])
+            self.release_done([])
             if len(self._flights) < before:
                 return True
             time.sleep(_POLL_S)

@@ -68,7 +68,7 @@ class CopyEngine:
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
     wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
-    remark            what else to say where the budget is too small
+    budget_hint            what else to say where the budget is too small
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     """
@@ -87,7 +87,7 @@ class CopyEngine:
         self.check_interrupt: Callable[[], None] = lambda: None
         self.recompute: Callable[[ManagedStorage], None] = lambda managed: None
         self.wait_for_others: Callable[[], bool] = lambda: False
-        self.remark: Callable[[], str] = lambda: ""
+        self.budget_hint: Callable[[], str] = lambda: ""
         self._timeout_s = timeout_s
         self._most_in_flight_bytes = in_flight_bytes
         self.lock = threading.RLock()
@@ -458,7 +458,7 @@ class CopyEngine:
                 self.recompute(managed)
         for managed in wanted:
             if managed.state == COMING:
-                self._device.hurry(managed)
+                self._device.raise_priority(managed)
         reserved_bytes = 0
         # In a wait for room, what was compressed on the device may leave: then it takes more to come back.
         while (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:
@@ -674,7 +674,7 @@ class CopyEngine:
             f"a kernel, with the tensors that it uses and those that cannot leave, needs "
             f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "
             f"Raise device_budget to {format_bytes_up(needed_bytes)}, or lower the batch size."
-            f"{self.remark()}",
+            f"{self.budget_hint()}",
             needed_bytes,
         )
 

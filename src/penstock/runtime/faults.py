@@ -57,13 +57,13 @@ def _stop_serving_all() -> None:
 
 def _serve() -> None:
     while _thread is threading.current_thread():
-        fault = _native.arena_wait_for_question(POLL_S)
+        fault = _native.arena_wait_for_fault(POLL_S)
         if fault is None:
             continue
         number, address, is_write, faulting_thread = fault
         owner = next((known for known in list(_served) if known.find(address) is not None), None)
         if owner is not None and owner.lock_is_held_by(faulting_thread):
-            _native.arena_answer(number, owner.serve_fault_of_lock_holder(address, is_write))
+            _native.arena_end_fault(number, owner.serve_fault_of_lock_holder(address, is_write))
         else:  # on a thread of its own: the thread that holds the lock it waits for may fault, too
             threading.Thread(target=_serve_one, args=(owner, *fault[:3]), daemon=True).start()
 
@@ -73,4 +73,4 @@ def _serve_one(owner: Recomputation | None, number: int, address: int, is_write:
     try:
         done = owner is not None and owner.serve_fault(address, is_write)
     finally:
-        _native.arena_answer(number, done)
+        _native.arena_end_fault(number, done)

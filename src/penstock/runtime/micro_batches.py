@@ -23,7 +23,7 @@ from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
 from penstock.options import BatchOptions, choices
 from penstock.planners import plan
 from penstock.planners.microbatch import MicroBatch, choose_micro_batch
-from penstock.runtime.devices.drivers import driver_of
+from penstock.runtime.devices.drivers import make_driver
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.layer_order import blocks_of, layer_by_layer
 
@@ -373,7 +373,7 @@ def data_sheet(device: torch.device) -> str:
     """The device to estimate times for, as `penstock.trace` names it."""
     if device.type == "cpu":
         return "cpu"
-    name = driver_of(device).name.lower().replace(" ", "")
+    name = make_driver(device).name.lower().replace(" ", "")
     return next((sheet for sheet in DATA_SHEETS if sheet in name), SLOWEST_GPU)
 
 

@@ -25,7 +25,7 @@ from penstock.runtime import failures, joint_planning, open_runs, ranks, residen
 from penstock.runtime.devices import Device
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.cpu import CpuDevice
-from penstock.runtime.devices.drivers import device_of, driver_of
+from penstock.runtime.devices.drivers import device_of, make_driver
 from penstock.runtime.micro_batches import AUTO, Splitter
 from penstock.runtime.requirements import require_torch
 from penstock.runtime.run import Offload
@@ -175,7 +175,7 @@ def device_budget_bytes(
     if device.type == "cpu":
         left_bytes = available_bytes() // processes + held_bytes
         return share_bytes(budget, left_bytes, left_bytes)
-    driver = driver_of(device)
+    driver = make_driver(device)
     return share_bytes(budget, driver.total_bytes, driver.free_bytes + driver.memory().reserved_bytes)
 
 
@@ -203,7 +203,7 @@ def _make_device(
             f"host_budget is {format_bytes(host_bytes)}, all of it page-locked, and there are "
             f"{format_bytes(left_bytes)} of memory to be had here: give less"
         )
-    device = AcceleratorDevice(spill, driver_of(name), budget_bytes, host_bytes)
+    device = AcceleratorDevice(spill, make_driver(name), budget_bytes, host_bytes)
     return device, device.host_tier_bytes
 
 

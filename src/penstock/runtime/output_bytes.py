@@ -25,7 +25,7 @@ _VALUES: tuple[type, ...] = (int, float, bool, str, complex, type(None))
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class Needs:
+class KernelNeeds:
     """Predicts the bytes that kernels allocate, and caches the results.
 
     inferred   cache misses

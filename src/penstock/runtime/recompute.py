@@ -345,7 +345,7 @@ class Recomputation:
             if not recipe.is_needed:
                 self._remove(recipe)
 
-    def bury(self, managed: ManagedStorage) -> None:
+    def on_storage_freed(self, managed: ManagedStorage) -> None:
         """The program has freed the storage: delete its recipes."""
         for recipe in list(self._readers.get(managed, ())):
             self._remove(recipe)  # it did not keep this input alive, so none of its outputs is dropped

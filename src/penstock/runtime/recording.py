@@ -76,7 +76,7 @@ class Recorder:
         self._resized.clear()
         if recording is not None:
             self._device.synchronize()  # what was launched before is no part of the step
-        self._kernels.watches = self._storages.tells_all = recording is not None
+        self._kernels.watches = self._storages.reports_all = recording is not None
 
     def end_step(self) -> None:
         """The step is over: kinds are known for sure."""
@@ -155,7 +155,7 @@ class Recorder:
         phase = self._phases.current()
         for tensor in tensors_in(result):
             for storage in storages_in(tensor):
-                for managed in self._storages.meet(storage).parts():
+                for managed in self._storages.track(storage).parts():
                     if managed.index in fresh:
                         recording.tensors[managed.index].itemsize = tensor.element_size()
                         recording.tensors[managed.index].float32 = tensor.dtype is torch.float32
@@ -172,7 +172,9 @@ class Recorder:
         if self._timed is not None:
             recording.timed.append((launch, self._timed))
         recording.launched_s.append(begun_s)
-        variants = self._variants.of_kernel(launch.program_s + launch.call_s, self._workspace_bytes)
+        variants = self._variants.algorithms_of_last_kernel(
+            launch.program_s + launch.call_s, self._workspace_bytes
+        )
         traced = variants.pop(AS_TRACED)
         recording.kernels.append(
             KernelRecord(

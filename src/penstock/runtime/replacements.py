@@ -63,7 +63,7 @@ class _NoGraphs:
 
 
 @contextlib.contextmanager
-def graphs_refused() -> Iterator[None]:
+def cuda_graphs_refused() -> Iterator[None]:
     """Inside, recording or replaying a graph raises InvalidArgument."""
     with contextlib.ExitStack() as undo:
         for path, names in _ENTRIES:
@@ -89,7 +89,7 @@ def _refusal(path: str, name: str) -> Callable[..., NoReturn]:
 
 
 @contextlib.contextmanager
-def triton_kernels_seen(present: Callable[..., contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+def triton_launches_seen(present: Callable[..., contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Inside, the tensors passed to a Triton kernel are on the device at its launch. All count as written:
     nothing declares which are."""
     try:

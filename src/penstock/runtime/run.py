@@ -15,7 +15,7 @@ import torch._dynamo  # every optimizer imports it at its first use: 70 MB of co
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.capture.recorder import make_trace
-from penstock.capture.regions import compiled_regions_shown
+from penstock.capture.regions import compiled_regions_visible
 from penstock.checkpoint.pieces import use_few_buffers
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -91,7 +91,7 @@ class Offload:
         if self._device.memory.in_arena:
             read_in_pieces()
             self._undo.callback(use_few_buffers())
-        self._undo.enter_context(compiled_regions_shown())
+        self._undo.enter_context(compiled_regions_visible())
         self._undo.callback(register_optimizer_step_pre_hook(self._warn_outside_a_step).remove)
         self._clock.start()
         self._interrupts.install()
@@ -453,7 +453,7 @@ class Offload:
                 self._device.close()
             raise
         with self._engine.lock:
-            self._clock.storages.bury()
+            self._clock.storages.remove_dead()
             storages = self._clock.storages.all()
         if self._device.bring_all_back(storages) and recomputed:
             self._clock.recomputation.close()

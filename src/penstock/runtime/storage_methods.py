@@ -72,7 +72,7 @@ class StorageAccess:
             with self._engine.lock:
                 within = self._engine.memory.reserved_bytes  # of a kernel that does this
                 self._device.begin_kernel()
-                self._storages.bury()
+                self._storages.remove_dead()
                 used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
                 for managed in used:
                     managed.pins += 1
@@ -114,7 +114,7 @@ class StorageAccess:
     def away_bytes(self, storage: Storage) -> int:
         """That the storage has when it is on the device; 0: there it is."""
         with self._engine.lock:
-            self._storages.bury()
+            self._storages.remove_dead()
             managed = self._storages.find(storage)
             return managed.size_bytes if managed is not None and managed.state > LEAVING else 0
 
@@ -152,7 +152,7 @@ class StorageAccess:
             # What is away on an accelerator is empty, and neither freed nor allocated by the program.
             needed = size > 0 or self._device.empties_storages
             with self._interrupts, self._engine.lock:
-                self._storages.bury()
+                self._storages.remove_dead()
                 managed = self._storages.find(storage)
                 parts = managed.parts() if managed is not None else []
                 for part in parts:
@@ -170,8 +170,8 @@ class StorageAccess:
                 for part in parts:
                     part.pins -= 1
             with self._interrupts, self._engine.lock:
-                self._storages.renew(storage)
-                for part in self._storages.meet(storage, made=True).parts():
+                self._storages.untrack(storage)
+                for part in self._storages.track(storage, made=True).parts():
                     resized(part)
                 self._end_kernel()
             return storage
@@ -184,7 +184,7 @@ class StorageAccess:
 
         def shared(storage: Storage, *args: Any, **kwargs: Any) -> Any:
             with self._interrupts, self._engine.lock:
-                self._storages.bury()
+                self._storages.remove_dead()
                 parts = self._movable(storage)
                 for part in parts:
                     part.pins += 1
@@ -209,10 +209,10 @@ class StorageAccess:
                             self._recomputation.will_write(part)
                             # Another thread may have demanded it.
                             self._engine.wait_until_unused(part, needed=False)
-                        self._storages.renew(storage)
-                        self._storages.bury()
+                        self._storages.untrack(storage)
+                        self._storages.remove_dead()
                         with contextlib.suppress(BudgetTooSmall):  # what is shared is there
-                            self._storages.meet(storage)
+                            self._storages.track(storage)
 
         return shared
 

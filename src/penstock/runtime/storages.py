@@ -21,7 +21,7 @@ with a state of its own.
 A resident storage is clean while its copy in ``slot`` has the same bytes: it is released at no cost.
 
 Both classes are C++, since the clock of kernels reads them for every operator: csrc/runtime/storages.hpp.
-`Storages` are those that are alive, found by their tensors; what `adopt` and `buried` are is told there.
+`Storages` are those that are alive, found by their tensors.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Variants:
         self.counts[name] += 1
         return result
 
-    def run_otherwise(
+    def retry_with_alternative(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, error: BaseException
     ) -> Any:
         """Run a kernel that failed with another algorithm, which may need less memory; None: none can run."""
@@ -252,7 +252,7 @@ class Variants:
             return None
         return Variant(name, min(times_s), workspace_bytes)
 
-    def of_kernel(self, time_s: float, workspace_bytes: int) -> dict[str, Variant]:
+    def algorithms_of_last_kernel(self, time_s: float, workspace_bytes: int) -> dict[str, Variant]:
         """The algorithms of the kernel recorded last, by name, scaled to the time and workspace that it took.
         Times within `NOISE` count as equal."""
         costs = self._costs

@@ -132,7 +132,7 @@ class Queue:
             try:
                 transfer.path.transport.submit(parts)
                 if transfer.priority != asked:  # hurried meanwhile
-                    transfer.path.transport.hurry(parts)
+                    transfer.path.transport.raise_priority(parts)
             except ValueError as error:  # the transport is closed, or broken
                 text = str(error) if isinstance(error, TransportBroken) else f"{CLOSED}: {error}"
                 self._fail([transfer], partial(SpillError, text))
@@ -142,7 +142,7 @@ class Queue:
                 self.start([*waiting, *others])
                 raise
 
-    def hurry(self, transfer: Transfer) -> None:
+    def raise_priority(self, transfer: Transfer) -> None:
         with self.lock:
             if transfer.priority == DEMAND:
                 return
@@ -155,7 +155,7 @@ class Queue:
             begun = transfer in direction.in_flight
         self.start(ready)
         if begun:
-            transfer.path.transport.hurry(transfer.parts or (transfer,))
+            transfer.path.transport.raise_priority(transfer.parts or (transfer,))
 
     def end_part(self, transfer: Transfer, part: Transfer) -> None:
         """A part of the transfer has ended; the last one ends the transfer."""

@@ -135,10 +135,10 @@ class Transfer:
         self.method, self.padded, self.keep, self.priority = method, padded, keep, priority
         self.on_done = on_done
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """Raise its priority to DEMAND. Cheap where it has that already."""
         if self.priority != DEMAND:
-            self.queue.hurry(self)
+            self.queue.raise_priority(self)
 
     def end(self, error_number: int = 0, started_s: float = 0.0, abandoned: bool = False) -> None:
         """End the transfer. Called by transports, which must not use it afterwards."""
@@ -190,7 +190,7 @@ class Transport(Protocol):
         """End with ECANCELED those that have not begun. Returns their number."""
         ...
 
-    def hurry(self, transfers: Sequence[Transfer], /) -> None:
+    def raise_priority(self, transfers: Sequence[Transfer], /) -> None:
         """Raise the priority of those that have not ended to DEMAND."""
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:

@@ -64,7 +64,7 @@ class Workers:
             job.transfer.end(errno.ECANCELED)
         return len(cancelled)
 
-    def hurry(self, transfers: Sequence[Transfer]) -> None:
+    def raise_priority(self, transfers: Sequence[Transfer]) -> None:
         with self._changed:
             for job in [job for job in self._waiting if job.priority > DEMAND and job.transfer in transfers]:
                 job.priority = DEMAND

@@ -136,7 +136,7 @@ class Device(Protocol):
     ) -> None:
         """Copy the slot's bytes to the memory that `prepare` took, or expand what is packed on the device."""
 
-    def hurry(self, managed: ManagedStorage) -> None:
+    def raise_priority(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""
 
     def join(self, managed: ManagedStorage) -> bool:
@@ -205,7 +205,7 @@ class Device(Protocol):
         """
         ...
 
-    def bury(self, managed: ManagedStorage) -> None:
+    def on_storage_freed(self, managed: ManagedStorage) -> None:
         """The storage has died."""
 
     def has(self, storage: torch.UntypedStorage) -> bool:

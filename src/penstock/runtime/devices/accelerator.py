@@ -149,7 +149,7 @@ class AcceleratorDevice:
         self._compaction.put(managed, storage)
         if not made:
             self._found.add(managed.key)
-            managed.noted = True
+            managed.reports_freed = True
             self._reserved.take_over(managed.size_bytes)
             self.memory.asks_in = 0
         self.memory.known_bytes += managed.size_bytes
@@ -174,7 +174,7 @@ class AcceleratorDevice:
             )
         return over_bytes
 
-    def bury(self, managed: ManagedStorage) -> None:
+    def on_storage_freed(self, managed: ManagedStorage) -> None:
         if not managed.movable:
             return
         self._recorded.pop(managed.key, None)
@@ -188,7 +188,7 @@ class AcceleratorDevice:
         return storage.device == self._driver.device
 
     def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
-        managed.noted = managed.stays = True
+        managed.reports_freed = managed.stays = True
         recorded = self._recorded.setdefault(managed.key, [])
         if stream not in recorded:
             recorded.append(stream)
@@ -442,9 +442,9 @@ class AcceleratorDevice:
     def join(self, managed: ManagedStorage) -> bool:
         return self._copies.join(managed)
 
-    def hurry(self, managed: ManagedStorage) -> None:
-        self._copies.hurry(managed)
-        self._packing.hurry(managed)
+    def raise_priority(self, managed: ManagedStorage) -> None:
+        self._copies.raise_priority(managed)
+        self._packing.raise_priority(managed)
 
     def pack(
         self,

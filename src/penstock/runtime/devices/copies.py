@@ -221,8 +221,8 @@ class Copies:
             for event in self._joined:
                 stream.wait_event(event)
 
-    def hurry(self, managed: ManagedStorage) -> None:
-        self._from_disk.hurry(managed, DEMAND)
+    def raise_priority(self, managed: ManagedStorage) -> None:
+        self._from_disk.raise_priority(managed, DEMAND)
 
     def close(self, timeout_s: float) -> None:
         disk = self._to_disk, self._from_disk, self._staged_out, self._staged_in

@@ -127,7 +127,7 @@ class CpuDevice:
                     _native.arena_reset_peak()
                 self._fixed_bytes += managed.size_bytes
                 self._set_budget()
-                managed.noted = True
+                managed.reports_freed = True
                 return False
             if self.engine is not None:
                 self.engine.make_room(managed.size_bytes)
@@ -149,8 +149,8 @@ class CpuDevice:
         self.memory.beside_bytes = self._fixed_bytes
         self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0))
 
-    def bury(self, managed: ManagedStorage) -> None:
-        if managed.noted:
+    def on_storage_freed(self, managed: ManagedStorage) -> None:
+        if managed.reports_freed:
             self._fixed_bytes -= managed.size_bytes
             self._set_budget()
         self._packed.pop(managed.key, None)
@@ -184,11 +184,11 @@ class CpuDevice:
         if not managed.movable or _address(managed, storage) == managed.address:
             return not managed.movable
         assert self.storages is not None and self.engine is not None
-        self.storages.forget_address(managed)
+        self.storages.clear_address(managed)
         managed.movable = managed.guarded = managed.gone = False
         self.engine.got_other_memory(managed)
         if not self._serial(managed, storage):
-            managed.noted = True
+            managed.reports_freed = True
             self._fixed_bytes += managed.size_bytes
             self._set_budget()
         return True
@@ -321,7 +321,7 @@ class CpuDevice:
             self.notice()
             if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:
                 transfer.error = None
-        self._tell_if_left_behind(transfer)
+        self._warn_if_abandoned(transfer)
         report(transfer)
 
     def _was_read(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
@@ -329,10 +329,10 @@ class CpuDevice:
             _native.arena_abandon(self._staging.pop(managed.key)[0])
         elif transfer.error is not None and self._is_forgotten(managed):
             transfer.error = None
-        self._tell_if_left_behind(transfer)
+        self._warn_if_abandoned(transfer)
         report(transfer)
 
-    def _tell_if_left_behind(self, transfer: Transfer) -> None:
+    def _warn_if_abandoned(self, transfer: Transfer) -> None:
         """The system may use the memory and the extent of a transfer for ever: nobody else gets them."""
         if transfer.abandoned and not self._has_warned:
             self._has_warned = True
@@ -424,9 +424,9 @@ class CpuDevice:
             "smartctl), or choose another spill_dir"
         )
 
-    def hurry(self, managed: ManagedStorage) -> None:
+    def raise_priority(self, managed: ManagedStorage) -> None:
         if (pending := self._pending.get(managed.key)) is not None:
-            pending.hurry()
+            pending.raise_priority()
 
     def join(self, managed: ManagedStorage) -> bool:
         return False
@@ -608,7 +608,7 @@ class CpuDevice:
                 f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
                 f"{format_bytes_up(self._budget_bytes)}. Raise device_budget to "
                 f"{format_bytes_up(needed_bytes)}, or lower the batch size."
-                + (self.engine.remark() if self.engine is not None else ""),
+                + (self.engine.budget_hint() if self.engine is not None else ""),
                 needed_bytes,
             ) from None
 

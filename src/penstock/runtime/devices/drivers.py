@@ -36,7 +36,7 @@ def device_of(wanted: str | torch.device) -> torch.device:
     return device
 
 
-def driver_of(device: torch.device) -> Driver:
+def make_driver(device: torch.device) -> Driver:
     """Make the driver of an accelerator. Raises as `device_of`."""
     device = device_of(device)
     return DRIVERS[device.type](device)

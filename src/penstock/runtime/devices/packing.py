@@ -75,7 +75,7 @@ class Packing:
         self._codecs: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         carry_out = functools.partial(self._carry_out, driver.make_stream())
         self._queue = CopyQueue("penstock-packing", carry_out, driver.marked)
-        self.hurry = functools.partial(self._queue.hurry, priority=DEMAND)
+        self.raise_priority = functools.partial(self._queue.raise_priority, priority=DEMAND)
         self.close = self._queue.close
 
     def pack(

@@ -153,7 +153,7 @@ class CopyQueue(_Queue):
     def _on_put(self) -> None:
         self._changed.notify()
 
-    def hurry(self, managed: ManagedStorage, priority: int) -> None:
+    def raise_priority(self, managed: ManagedStorage, priority: int) -> None:
         """Raise the priority of the storage's waiting copy, if there is one."""
         with self._changed:
             for index, (before, count, copy) in enumerate(self._waiting):
