@@ -46,7 +46,7 @@ def chunks_go_on_before_they_have_crossed(patch: Patch, out: bool) -> None:
             cross(staging, chunk, over)
             return
         cross(staging, chunk, lambda error, moved: None)
-        chunk.whole.copy.ready = []  # the host still waits for these events: nobody records them again
+        chunk.staged.copy.ready = []  # the host still waits for these events: nobody records them again
         over(None, [])
 
     patch(Staging, "_cross_bus", too_early)
