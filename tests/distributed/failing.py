@@ -27,7 +27,7 @@ def main(spill_dir: str, *ways: str) -> None:
     print(f"process {os.getpid()}\n", end="", flush=True)
     run = penstock.offload(
         model,
-        device_budget="64KiB" if fails and how == "memory" else "2MiB",
+        device_budget="300KiB" if fails and how == "memory" else "2MiB",
         disk_budget="16KiB" if fails and how == "disk" else None,
         spill_dir=spill_dir,
         hardware=HARDWARE,

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import penstock
-from penstock.storage import exchange
+from penstock.storage import cost_sharing
 from penstock.storage.paths import TRANSPORTS
 from tests.support.families import iterate, small_gpt
 from tests.support.memory_transport import MemoryTransport
@@ -35,7 +35,7 @@ class Counting(MemoryTransport):
 
 def main(spill_dir: str, *modes: str) -> None:
     dist.init_process_group("gloo")
-    exchange.PATIENCE_S = 10 * WAIT_S  # what is told in time is what is tested
+    cost_sharing.PATIENCE_S = 10 * WAIT_S  # what is told in time is what is tested
     rows = {mode: learn(mode, spill_dir) for mode in modes}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, rows)
