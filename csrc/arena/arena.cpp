@@ -214,23 +214,23 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address, bool held
   return Outcome::kDone;
 }
 
-std::vector<ArenaBlock> Arena::parts_of(const Block& block) const {
-  std::vector<ArenaBlock> found;
+std::vector<std::uintptr_t> Arena::parts_of(const Block& block) const {
+  std::vector<std::uintptr_t> found;
   const auto* part = &block;
   for (auto left = block.parts; left > 0; --left) {
-    found.push_back({reinterpret_cast<std::uintptr_t>(address_of(*part)), part->capacity_bytes, part->serial});
-    if (left > 1) part = large_chunks_[(part->offset + part->owned_bytes) / kChunkBytes];
+    found.push_back(reinterpret_cast<std::uintptr_t>(address_of(*part)));
+    if (left > 1) part = part_after(*part);
   }
   return found;
 }
 
-std::vector<ArenaBlock> Arena::parts(const void* address) const {
+std::vector<std::uintptr_t> Arena::parts(const void* address) const {
   const Lock lock(mutex_);
   const auto* block = start(address);
-  return block == nullptr ? std::vector<ArenaBlock>() : parts_of(*block);
+  return block == nullptr ? std::vector<std::uintptr_t>() : parts_of(*block);
 }
 
-std::vector<ArenaBlock> Arena::divide(void* address, std::size_t part_bytes) {
+std::vector<std::uintptr_t> Arena::divide(void* address, std::size_t part_bytes) {
   const Lock lock(mutex_);
   require_reserve();
   auto* const block = start(address);
@@ -281,7 +281,7 @@ bool Arena::release(void* address) {
   auto* block = start(address);
   if (block == nullptr || block->parts == 0) return false;
   for (auto left = block->parts; left > 0; --left) {
-    auto* const next = left > 1 ? large_chunks_[(block->offset + block->owned_bytes) / kChunkBytes] : nullptr;
+    auto* const next = left > 1 ? part_after(*block) : nullptr;
     release(*block);
     block = next;
   }

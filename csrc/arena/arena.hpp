@@ -98,9 +98,9 @@ class Arena {
   bool release(void* address);
   // Makes a block into adjacent ones that leave and come back one by one, until it is released: of `part_bytes` each,
   // whole chunks, but for the last, which takes what is left. One that is not in memory and writable, or that anybody
-  // copies or holds, stays whole, as does one of less than two parts. Gives the parts that it has then.
-  std::vector<ArenaBlock> divide(void* address, std::size_t part_bytes);
-  std::vector<ArenaBlock> parts(const void* address) const;
+  // copies or holds, stays whole, as does one of less than two parts. Gives where the parts begin that it has then.
+  std::vector<std::uintptr_t> divide(void* address, std::size_t part_bytes);
+  std::vector<std::uintptr_t> parts(const void* address) const;
 
   void set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes);
   // What is in memory now is beside the budget and the limit, and stays; until it is released, or counts after all. A
@@ -244,7 +244,8 @@ class Arena {
   Block* again(std::size_t offset, std::uint64_t serial) const;
   Block* of_serial(std::uint64_t serial) const;  // also one that was released
   void enter(Block& block, Block* value);
-  std::vector<ArenaBlock> parts_of(const Block& block) const;
+  std::vector<std::uintptr_t> parts_of(const Block& block) const;
+  Block* part_after(const Block& block) const { return large_chunks_[(block.offset + block.owned_bytes) / kChunkBytes]; }
   void release(Block& block);
   void own(Block& block);
   std::uint64_t limit_bytes() const { return std::min(stats_.limit_bytes + foreign_memory_bytes_, kUnlimited); }

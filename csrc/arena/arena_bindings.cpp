@@ -332,16 +332,6 @@ void bind_arena(nb::module_& module) {
   module.def("arena_stats", [] { return arena().stats(); });
   module.def("arena_block", &find_block, nb::arg("address"),
              nb::sig("def arena_block(address: int) -> tuple[int, int, int] | None"));
-  module.def(
-      "arena_divide",
-      [](std::uintptr_t address, std::size_t part_bytes) {
-        if (part_bytes == 0 || part_bytes % kChunkBytes != 0) throw nb::value_error("part_bytes is no multiple of 2 MiB");
-        nb::list found;
-        for (const auto& part : arena().divide(pointer(address), part_bytes)) found.append(part.start);
-        return found;
-      },
-      nb::arg("address"), nb::arg("part_bytes"),
-      nb::sig("def arena_divide(address: int, part_bytes: int) -> list[int]"));
   module.def("arena_swap_file", &set_swap_file, nb::arg("fd_direct"), nb::arg("fd_buffered").none(),
              nb::arg("capacity_bytes"), nb::arg("begin") = 0);
   module.def(

@@ -362,7 +362,8 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes, pieces);
-      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0) clock.attr("_make_room_for_kernel")(need_bytes, pieces);
+      if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0)
+        clock.attr("_make_room_for_kernel")(need_bytes, pieces);
       if (facts.is_collective) {
         launching = true;
         clock.attr("_before_launch")(to_list(used.storages), to_list(written.storages));
@@ -518,6 +519,18 @@ void KernelClock::collect_all(nb::handle clock, nb::handle args, nb::handle kwar
   while (PyDict_Next(kwargs.ptr(), &position, &name, &value) != 0) collect(clock, value, found);
 }
 
+// Of one of torch's own types.
+bool KernelClock::is_tensor(PyObject* object) const {
+  auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return kind == types_.tensor.ptr() || kind == types_.parameter.ptr() || kind == types_.buffer.ptr();
+}
+
+// Not valid, with Python's error set, where the tensor has none.
+nb::object KernelClock::storage_of(PyObject* tensor) const {
+  PyObject* arguments[] = {tensor};
+  return nb::steal(PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr));
+}
+
 void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track which, nb::handle place) {
   PyObject* object = value.ptr();
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
@@ -536,12 +549,9 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track
     else
       found.add(managed);
   };
-  if (kind == types_.tensor.ptr() || kind == types_.parameter.ptr() || kind == types_.buffer.ptr()) {
-    PyObject* arguments[] = {object};
-    PyObject* storage = PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr);
-    if (storage != nullptr) {
-      const nb::object held = nb::steal(storage);
-      track(storage, object);
+  if (is_tensor(object)) {
+    if (const nb::object storage = storage_of(object); storage.is_valid()) {
+      track(storage.ptr(), object);
       return;
     }
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw nb::python_error();  // NotImplementedError is one
@@ -583,12 +593,14 @@ void KernelClock::add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* 
 // Kernels may see views of a weight only.
 void KernelClock::divide_viewed(nb::handle clock, nb::handle args) {
   if (PyTuple_Size(args.ptr()) == 0) return;
-  const nb::handle viewed = PyTuple_GetItem(args.ptr(), 0);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(viewed.ptr())) != types_.parameter.ptr()) return;
-  const nb::object storage = types_.untyped_storage(viewed);
+  PyObject* viewed = PyTuple_GetItem(args.ptr(), 0);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(viewed)) != types_.parameter.ptr()) return;
+  const nb::object storage = storage_of(viewed);
+  if (!storage.is_valid()) throw nb::python_error();
   const auto* known = storages_.find(storage.ptr());
-  const auto size_bytes = known != nullptr ? known->size_bytes : nb::cast<std::int64_t>(storage.attr("nbytes")());
-  if (size_bytes < storages_.divisible_bytes || (known != nullptr && (known->is_part || known->stays_whole))) return;
+  if (known != nullptr ? !storages_.is_divisible(*known)
+                       : nb::cast<std::int64_t>(storage.attr("nbytes")()) < storages_.divisible_bytes)
+    return;
   const Section section(*this);
   storages_.remove_dead();
   divide(clock, *storages_.track(storage.ptr(), false));
@@ -596,13 +608,9 @@ void KernelClock::divide_viewed(nb::handle clock, nb::handle args) {
 
 // Large weights are divided when a step, or a kernel outside of steps, uses them first.
 void KernelClock::divide(nb::handle clock, ManagedStorage& weight) {
-  if (storages_.part_bytes == 0 || weight.size_bytes < storages_.divisible_bytes || weight.is_part || weight.stays_whole)
-    return;
-  if (!weight.movable || (in_step && weight.step == step)) return;  // it has a number in this step
-  if (!weight.clean && weight.state == kResident && weight.slot.is_none() && weight.pins == 0 && weight.recipes == 0)
-    storages_.divide(weight);
-  else
-    clock.attr("_divide")(nb::handle(weight.self));
+  if (!storages_.is_divisible(weight) || !weight.movable) return;
+  if (in_step && weight.step == step) return;  // it has a number in this step
+  clock.attr("_divide")(nb::handle(weight.self));
   weight.stays_whole = !weight.is_part;
 }
 
@@ -610,10 +618,8 @@ bool KernelClock::uses_parts(nb::handle args) const {
   const auto size = PyTuple_Size(args.ptr());
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* object = PyTuple_GetItem(args.ptr(), i);
-    auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    if (kind != types_.tensor.ptr() && kind != types_.parameter.ptr() && kind != types_.buffer.ptr()) continue;
-    PyObject* arguments[] = {object};
-    const nb::object storage = nb::steal(PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr));
+    if (!is_tensor(object)) continue;
+    const nb::object storage = storage_of(object);
     if (!storage.is_valid()) {
       PyErr_Clear();
       continue;

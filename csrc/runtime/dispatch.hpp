@@ -82,6 +82,8 @@ class KernelClock {
   enum class Track { kUsed, kMade, kKnown };  // kKnown: no storage that is met for the first time
   void collect(nb::handle clock, nb::handle value, Pins& found, Track which = Track::kUsed, nb::handle place = {});
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
+  bool is_tensor(PyObject* object) const;
+  nb::object storage_of(PyObject* tensor) const;
   void add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found);
   void divide_viewed(nb::handle clock, nb::handle args);
   bool uses_parts(nb::handle args) const;

@@ -60,7 +60,7 @@ ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle place) 
   const bool is_large = part_bytes != 0 && size_bytes >= divisible_bytes;
   if (const auto* arena = installed_arena(); is_large && arena != nullptr) {
     const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")());
-    for (const auto& part : arena->parts(reinterpret_cast<const void*>(address))) parts.push_back(part.start);
+    parts = arena->parts(reinterpret_cast<const void*>(address));
     if (parts.size() > 1) managed->size_bytes = static_cast<std::int64_t>(parts[1] - parts[0]);
   }
 #endif
@@ -78,16 +78,11 @@ ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle place) 
 void Storages::divide(ManagedStorage& whole) {
 #ifdef __linux__
   auto* const arena = installed_arena();
-  if (arena == nullptr || part_bytes == 0 || whole.address == 0 || whole.is_part || whole.size_bytes < divisible_bytes)
-    return;
+  if (arena == nullptr || whole.address == 0 || !is_divisible(whole)) return;
   const nb::object storage = whole.reference();
   if (storage.is_none()) return;
-  std::vector<std::uintptr_t> starts;
-  for (const auto& part : arena->divide(reinterpret_cast<void*>(whole.address), static_cast<std::size_t>(part_bytes)))
-    starts.push_back(part.start);
-  if (starts.size() < 2) return;
-  divided_sizes_.insert(whole.size_bytes);
-  add_parts(whole, storage.ptr(), true, starts);
+  const auto starts = arena->divide(reinterpret_cast<void*>(whole.address), static_cast<std::size_t>(part_bytes));
+  if (starts.size() >= 2) add_parts(whole, storage.ptr(), true, starts);
 #endif
 }
 

@@ -78,6 +78,9 @@ class Storages {
   void divide(ManagedStorage& whole);
   std::int64_t part_bytes = 0;      // 0: nothing is divided
   std::int64_t divisible_bytes = 0;  // the smallest that is
+  bool is_divisible(const ManagedStorage& whole) const {
+    return part_bytes != 0 && whole.size_bytes >= divisible_bytes && !whole.is_part && !whole.stays_whole;
+  }
   bool has_divided() const { return !divided_sizes_.empty(); }
   // Null where none lies there.
   ManagedStorage* at(std::uintptr_t address) const;

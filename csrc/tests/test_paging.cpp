@@ -276,7 +276,7 @@ TEST(the_parts_of_a_divided_block_leave_one_by_one_and_end_together) {
         CHECK_EQUAL(arena.parts(block).size(), divided.size());
         auto left = size;
         for (std::size_t i = 0; i < divided.size(); ++i) {
-          auto* const start = reinterpret_cast<char*>(divided[i].start);
+          auto* const start = reinterpret_cast<char*>(divided[i]);
           CHECK(start == block + i * 2 * kMiB);
           const auto part_size = i + 1 < divided.size() ? 2 * kMiB : left;
           fill(start, part_size, step);

@@ -25,21 +25,8 @@ LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 # Each element of the result depends on one element of each argument, and has the same bits whether it is
 # computed in a vector or as a scalar.
 _ELEMENTWISE = frozenset(
-    (
-        "abs",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "clone",
-        "copy",
-        "_to_copy",
-        "div",
-        "fill",
-        "lerp",
-        "maximum",
-        "minimum",
-    )
-    + ("mul", "neg", "reciprocal", "sign", "sqrt", "sub", "zero")
+    ("abs", "add", "addcdiv", "addcmul", "clone", "copy", "_to_copy", "div", "fill", "lerp", "maximum")
+    + ("minimum", "mul", "neg", "reciprocal", "sign", "sqrt", "sub", "zero")
     # Of these the two differ; but only the end of a tensor is computed by scalars.
     + ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
 )
@@ -72,7 +59,7 @@ class Operator(NamedTuple):
     is_opaque      it has no schema, such as a compiled region, or one that says of no write and that nobody
                    vouches for: any of its inputs may be written, unless penstock.capture.regions knows more
     takes_lists    of tensors, each for itself: see penstock.capture.slices
-    is_elementwise  it may run in segments of its tensors: see there
+    is_elementwise it may run in segments of its tensors: see there
     reads_shapes   of its tensors, and no element
     is_collective  other processes take part. It goes on when it has returned: what it reads and writes has
                    to stay until it is waited for

@@ -179,33 +179,27 @@ def _run_segments(
     whole = _whole_tensors(operator, args, kwargs)
     if not any(map(is_divided, whole)) or "out" in kwargs:
         return run(operator, args, kwargs)
-    first, count = whole[0], whole[0].numel()
-    result = written = None
-    target, named = operator, kwargs
-    if not describe(operator).written:
-        if (made := _made_like(operator, args, kwargs, first)) is None:
+    result = args[0] if operator._schema.returns else None
+    if not describe(operator).written:  # it makes its result: another one writes to memory that is made here
+        if (made := _writing_form(operator, args, kwargs, whole[0])) is None:
             return run(operator, args, kwargs)
-        target, named, dtype = made
-        of = {"dtype": dtype, "device": first.device}
-        result = written = run(torch.ops.aten.empty.memory_format, (list(first.shape),), of)
-    elif operator._schema.returns:
-        result = args[0]
-    itemsize = max(tensor.element_size() for tensor in (*whole, *([] if written is None else [written])))
-    sizes = [size // itemsize for size in part_sizes(count * itemsize)]
-
+        operator, dtype = made
+        of = {"dtype": dtype, "device": whole[0].device}
+        written = run(torch.ops.aten.empty.memory_format, (list(whole[0].shape),), of)
+        result = [written] if isinstance(args[0], list) else written
+        if operator is torch.ops.aten.copy_.default:
+            args, kwargs = (written, args[0]), {}
+        else:
+            kwargs = kwargs | {"out": result}
+        whole.append(written)
+    itemsize = max(tensor.element_size() for tensor in whole)
     begin = 0
-    for size in sizes:
-        end = begin + size
-        values = _segment(list(args), begin, end)
-        given = {name: _segment(value, begin, end) for name, value in named.items()}
-        if written is not None and target is torch.ops.aten.copy_.default:
-            values.insert(0, written.view(-1)[begin:end])
-        elif written is not None:
-            out = written.view(-1)[begin:end]
-            given["out"] = [out] if isinstance(args[0], list) else out
-        run(target, tuple(values), given)
+    for size_bytes in part_sizes(whole[0].numel() * itemsize):
+        end = begin + size_bytes // itemsize
+        given = {name: _segment(value, begin, end) for name, value in kwargs.items()}
+        run(operator, tuple(_segment(list(args), begin, end)), given)
         begin = end
-    return [result] if written is not None and isinstance(args[0], list) else result
+    return result
 
 
 def _whole_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -245,31 +239,28 @@ def _is_scalar(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.dim() < 2
 
 
-def _made_like(
+def _writing_form(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor
-) -> tuple[Any, dict[str, Any], torch.dtype] | None:
-    """The operator that writes the same result to given memory, its named arguments, and the type of the
-    result. None: there is none."""
+) -> tuple[Any, torch.dtype] | None:
+    """The operator that writes the same result to given memory, and the type of the result. None: there is
+    none."""
     if describe(operator).name in _COPIES:
         given = {name: value for name, value in kwargs.items() if value is not None}
-        kept = given.pop("memory_format", torch.preserve_format) in (
-            torch.preserve_format,
-            torch.contiguous_format,
-        )
+        dense = (torch.preserve_format, torch.contiguous_format)
+        kept = given.pop("memory_format", torch.preserve_format) in dense
         dtype = given.pop("dtype", first.dtype)
         given.pop("non_blocking", None)
         if not kept or given.pop("device", first.device) != first.device or given:
             return None
-        return torch.ops.aten.copy_.default, {}, dtype
-    if (target := _writing_form(operator)) is None:
+        return torch.ops.aten.copy_.default, dtype
+    if (overload := _out_overload(operator)) is None:
         return None
-    few = _segment(list(args), 0, 0)
-    sample = operator(*few, **kwargs)  # of no elements: which type they have
-    return target, kwargs, (sample[0] if isinstance(sample, list) else sample).dtype
+    sample = operator(*_segment(list(args), 0, 0), **kwargs)  # of no elements: which type they have
+    return overload, (sample[0] if isinstance(sample, list) else sample).dtype
 
 
 @cache
-def _writing_form(operator: Any) -> Any:
+def _out_overload(operator: Any) -> Any:
     """The overload with the same arguments that writes to `out`."""
     wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     for name in operator.overloadpacket.overloads():

@@ -63,6 +63,11 @@ class _Watch(weakref.ref):  # type: ignore[type-arg]
     tensor: int
     part_bytes: list[int]
 
+    @property
+    def tensors(self) -> range:
+        """All its parts."""
+        return range(self.tensor, self.tensor + len(self.part_bytes))
+
 
 class Tracer(TorchDispatchMode):
     """Records every kernel that runs while it is entered, and the life of every storage.
@@ -206,13 +211,12 @@ class Tracer(TorchDispatchMode):
                 made += (index for index in self._tensors_of(tensor) if index not in inputs)
                 continue
             watch = self._born(tensor.untyped_storage(), ACTIVATION, before=False)
-            parts = range(watch.tensor, watch.tensor + len(watch.part_bytes))
-            for index in parts:
+            for index in watch.tensors:
                 self._tensors[index].itemsize = tensor.element_size()
                 self._tensors[index].float32 = tensor.dtype is torch.float32
-                self._tensors[index].producer = kernel if is_repeatable and len(parts) == 1 else -1
+                self._tensors[index].producer = kernel if is_repeatable and len(watch.tensors) == 1 else -1
                 self._dtypes[index] = tensor.dtype
-            made += parts
+            made += watch.tensors
         return tuple(made)
 
     def _watch_of(self, tensor: torch.Tensor) -> _Watch:
@@ -250,8 +254,7 @@ class Tracer(TorchDispatchMode):
 
     def _has_kind(self, tensor: torch.Tensor, kind: int) -> None:
         for part in tensors_in(tensor):
-            watch = self._watch_of(part)
-            for index in range(watch.tensor, watch.tensor + len(watch.part_bytes)):
+            for index in self._watch_of(part).tensors:
                 self._tensors[index].kind = kind
 
     def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> _Watch:
@@ -271,7 +274,7 @@ class Tracer(TorchDispatchMode):
             return
         if self._watches.get(watch.address) is watch:
             del self._watches[watch.address]
-        for index in range(watch.tensor, watch.tensor + len(watch.part_bytes)):
+        for index in watch.tensors:
             self._tensors[index].death = len(self._kernels)
 
     def _count_zeros(self) -> None:
@@ -283,7 +286,7 @@ class Tracer(TorchDispatchMode):
                 continue
             elements = storage.nbytes() // dtype.itemsize
             values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (elements,))
-            for index in range(watch.tensor, watch.tensor + len(watch.part_bytes)):
+            for index in watch.tensors:
                 self._tensors[index].density = int(torch.count_nonzero(values)) / max(elements, 1)
         self._excluded_s += time.perf_counter() - begun_s
 

@@ -123,18 +123,12 @@ class Clock(TorchDispatchMode):
         self._infer_need, self._note_need = needs.bytes, needs.add
         self._begin_measuring, self._end_measuring = self._recorder.begin_kernel, self._recorder.end_kernel
         self._try_variants, self._record = self._recorder.measure, self._recorder.record
-        self._run_variant, self._retry_with_alternative = (
-            self.variants.run,
-            self.variants.retry_with_alternative,
-        )
-        self._before_launch, self._after_launch = (
-            self._collectives.before_launch,
-            self._collectives.after_launch,
-        )
-        self._launch_failed, self._release_done = (
-            self._collectives.launch_failed,
-            self._collectives.release_done,
-        )
+        self._run_variant = self.variants.run
+        self._retry_with_alternative = self.variants.retry_with_alternative
+        self._before_launch = self._collectives.before_launch
+        self._after_launch = self._collectives.after_launch
+        self._launch_failed = self._collectives.launch_failed
+        self._release_done = self._collectives.release_done
         self._cannot_use, self._kernel_failed = device.cannot_use, device.kernel_failed
         self._in_memory_bytes = device.in_memory_bytes
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
@@ -277,13 +271,14 @@ class Clock(TorchDispatchMode):
         return managed is not None and managed.is_part
 
     def _divide(self, weight: ManagedStorage) -> None:
-        """Divide a weight that is away, or has a copy, where it fits whole. The engine's lock is held."""
+        """Divide a weight, where it fits whole: it may be away, or have a copy. The engine's lock is held."""
         with self._interrupts:
             if weight.pins or weight.recipes:
                 return
             weight.pins += 1
             try:
-                self._engine.demand([weight])
+                if weight.state > LEAVING:
+                    self._engine.demand([weight])
                 self._engine.will_write(weight)
             except BudgetTooSmall:
                 return

@@ -68,7 +68,7 @@ class CopyEngine:
     check_interrupt   raises in a wait what should end it
     recompute         makes a storage that was dropped again
     wait_for_others   wait for something else that keeps storages on the device; False: there is nothing
-    budget_hint            what else to say where the budget is too small
+    budget_hint       what else to say where the budget is too small
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     """

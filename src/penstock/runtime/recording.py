@@ -162,12 +162,10 @@ class Recorder:
         if recording.zeros:
             self._sample_zeros(recording, (*written, *made))
         repeats = phase == FORWARD and facts.can_run_again
-        parts = {
-            managed.index for managed in (*written, *made) if managed.is_part
-        }  # made one by one by nothing
+        # No kernel makes one part of a tensor.
+        fresh -= {managed.index for managed in (*written, *made) if managed.is_part}
         for index in outputs:
-            producer = kernel if repeats and index in fresh and index not in parts else -1
-            recording.tensors[index].producer = producer
+            recording.tensors[index].producer = kernel if repeats and index in fresh else -1
         launch = Launch(max(entered_s - self._kernels.left_s, 0.0), ended_s - begun_s)
         if self._timed is not None:
             recording.timed.append((launch, self._timed))

@@ -162,6 +162,6 @@ class Staging:
         over(transfer.error, moved)
 
     def _part(self, chunk: _Chunk) -> Extent:
-        staged = chunk.staged.copy.block
-        size_bytes = min(staged.size_bytes - chunk.begin, self._chunk_bytes)
-        return Extent(staged.offset + chunk.begin, size_bytes, staged.space)
+        block = chunk.staged.copy.block
+        size_bytes = min(block.size_bytes - chunk.begin, self._chunk_bytes)
+        return Extent(block.offset + chunk.begin, size_bytes, block.space)
