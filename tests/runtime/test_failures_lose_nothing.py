@@ -269,13 +269,14 @@ def test_ctrl_c_anywhere_leaves_a_model_that_can_go_on(tmp_path: Path, hardware:
             if number < 5:
                 continue
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, step_s))
-                with run.step():
-                    gradients()
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, step_s))
+                    with run.step():
+                        gradients()
+                finally:  # the timer may fire in here, too
+                    signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
             model.zero_grad()
         assert run.report().evicted_bytes > 0
         assert run.report().peak_bytes <= 400 << 10
