@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from penstock.capture.compiler import regions_divided
 from penstock.capture.recorder import make_trace
 from penstock.capture.regions import compiled_regions_visible
 from penstock.checkpoint.pieces import use_few_buffers
@@ -92,6 +93,7 @@ class Offload:
             read_in_pieces()
             self._undo.callback(use_few_buffers())
         self._undo.enter_context(compiled_regions_visible())
+        self._undo.enter_context(regions_divided(self._engine.budget_bytes))
         self._undo.callback(register_optimizer_step_pre_hook(self._warn_outside_a_step).remove)
         self._clock.start()
         self._interrupts.install()
