@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from tests.support.runs import Bits, Step, bits, differences
 
 DEVICE = wanted("emu")
 MIB = 1 << 20
-STEPS = 10
 WIDTHS = (640, 1536, 320, 2048, 800, 1280, 448, 1920, 640)
 Configure = Callable[..., None]
 
@@ -31,8 +30,10 @@ Configure = Callable[..., None]
 class Training:
     """refused   how often the allocator had refused when each step began"""
 
-    def __init__(self, also: Callable[[int, torch.Tensor], object] = lambda number, loss: None) -> None:
-        self.also = also
+    def __init__(
+        self, steps: int = 7, also: Callable[[int, torch.Tensor], object] = lambda number, loss: None
+    ) -> None:
+        self.steps, self.also = steps, also
         self.refused: list[int] = []
 
     def __call__(self, step: Step) -> Bits:
@@ -42,7 +43,7 @@ class Training:
         model.to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         found: Bits = []
-        for number in range(STEPS):
+        for number in range(self.steps):
             self.refused.append(torch.accelerator.memory_stats()["num_ooms"])
             with step():
                 batch = torch.randn(256, WIDTHS[0], generator=torch.Generator().manual_seed(number))
@@ -56,6 +57,15 @@ class Training:
 
 
 PLAIN = Training()  # whose bits are those of all that do nothing else
+
+
+def in_turns(names: Sequence[str], others: Sequence[Any]) -> list[Any]:
+    """Each order of work with one of the others, in turns; with all of them it is slow: make test-device."""
+    return [
+        pytest.param(name, other, marks=pytest.mark.slow if (first + second) % 2 and len(names) > 1 else ())
+        for first, name in enumerate(names)
+        for second, other in enumerate(others)
+    ]
 
 
 class Seen:
@@ -93,16 +103,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def test_nothing_is_refused_in_settled_steps(configure: Configure, seen: Seen, tmp_path: Path) -> None:
     configure(order="stepped", seed=1)
-    training = Training()
-    plain = expected(PLAIN)
+    training = Training(steps=10)
+    plain = expected(training)
     assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened == 1 and seen.moves > 0
     assert training.refused[2] > training.refused[0]
     assert training.refused[-1] == training.refused[-4]
 
 
-@pytest.mark.parametrize("stream_bytes", [1, queues.STREAM_BYTES])
-@pytest.mark.parametrize("order", orders(DEVICE, "lazy", "stepped", "random", "newest"))
+@pytest.mark.parametrize(
+    ("order", "stream_bytes"),
+    in_turns(orders(DEVICE, "lazy", "stepped", "random", "newest"), [queues.STREAM_BYTES, 1]),
+)
 def test_what_moves_keeps_its_bits(
     order: str,
     stream_bytes: int,
@@ -135,8 +147,9 @@ def test_what_moves_keeps_its_bits(
     assert seen.opened > 0 and seen.moves > 0
 
 
-@pytest.mark.parametrize("helps", [True, False])
-@pytest.mark.parametrize("order", orders(DEVICE, "lazy", "random", "newest"))
+@pytest.mark.parametrize(
+    ("order", "helps"), in_turns(orders(DEVICE, "lazy", "random", "newest"), [True, False])
+)
 def test_what_a_kernel_uses_keeps_its_bits_where_it_is_in_the_way(
     order: str, helps: bool, configure: Configure, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +190,7 @@ def test_small_tensors_get_memory_that_the_segment_took(
             kept.clear()
 
     configure(order="stepped", seed=1)
-    training = Training(keep)
+    training = Training(10, keep)
     plain = expected(training)
     kept.clear()
     assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
@@ -196,7 +209,7 @@ def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen
             torch.accelerator.current_stream().wait_stream(streams[0])
 
     configure(order="stepped", seed=1)
-    training = Training(beside)
+    training = Training(8, beside)
     plain = expected(training)
     streams.clear()
     assert differences(plain, inside(training, 112 * MIB, "host", tmp_path)[0]) == []
