@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from penstock import samples as samples
     from penstock import simulator as simulator
     from penstock import units as units
+    from penstock.capture.best_batch import best_batch
     from penstock.capture.probe import probe
     from penstock.capture.tracer import fake_mode, trace
     from penstock.checkpoint import SaveHandle, load, save
@@ -79,6 +80,7 @@ else:
         "SaveHandle": "penstock.checkpoint",
         "Timeline": "penstock.core.timeline",
         "Trace": "penstock.core.trace",
+        "best_batch": "penstock.capture.best_batch",
         "check": "penstock.core.check",
         "close": "penstock.runtime.open_runs",
         "fake_mode": "penstock.capture.tracer",
@@ -131,6 +133,7 @@ __all__ = [
     "SpillSpaceFull",
     "Timeline",
     "Trace",
+    "best_batch",
     "check",
     "close",
     "fake_mode",

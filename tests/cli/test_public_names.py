@@ -46,6 +46,7 @@ PUBLIC = [
     "SpillSpaceFull",
     "Timeline",
     "Trace",
+    "best_batch",
     "check",
     "close",
     "fake_mode",

@@ -136,7 +136,7 @@ def test_the_message_says_which_kernel_how_much_and_what_to_do() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         plan(step.trace(), machine(), device_budget_bytes=2**30)
     assert str(caught.value) == (
-        "kernel `layer4.2.conv2` alone needs 1.51 GiB; the device budget is 1.00 GiB. "
+        "kernel `layer4.2.conv2` alone needs 1.51 GiB (activation 1.50 GiB); the device budget is 1.00 GiB. "
         "No plan can help: raise the budget to 1.51 GiB or lower the micro-batch."
     )
 

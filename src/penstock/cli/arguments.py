@@ -55,6 +55,11 @@ REPORT_HELP = """\
 SOURCE is the FOLDER that `penstock run` wrote, or a TRACE and a PLAN, with --hardware.
 """
 
+BATCH_HELP = """
+Nothing is run without --run. Batches of other sizes have the samples of the first one, again and again.
+FOLDER gets the plans, for `penstock run --plan`.
+"""
+
 WHATIF_HELP = """\
 Every combination is planned for. "limited by" names the resource of which twice as much would help the
 plan most. The disk counts as fast enough where one that never keeps the plan waiting would save less
@@ -100,6 +105,7 @@ EXAMPLES = {
     "training.trace": "trace train.py:build --device h100 -o trace.json.gz",
     "planning.plan": "plan trace.json.gz --hardware hardware.json --device-budget 8GiB --compare-budgets",
     "planning.simulate": "simulate trace.json.gz plan.json --hardware hardware.json --chrome-trace step.json",
+    "batch.batch": "batch train.py:build --hardware hardware.json --device-budget 8GiB",
     "training.run": "run train.py:build --device-budget 50% --spill-dir /mnt/nvme --steps 20",
     "training.finetune": "finetune llama/ book.txt --device-budget 1GiB --lora -o adapters",
     "planning.report": "report penstock-run -o report.html",
@@ -181,6 +187,8 @@ def parser() -> argparse.ArgumentParser:
     _chrome_trace(simulate)
     _output_option(simulate, "timeline.json.gz")
 
+    _batch(names)
+
     run = _command(names, "run", "training.run", "train inside a budget", SCRIPT_HELP)
     _add(run, "script", "see below", metavar="SCRIPT.py:build")
     steps = "over all batches again where there are fewer; default: one for each batch"
@@ -202,6 +210,29 @@ def parser() -> argparse.ArgumentParser:
     _checkpoint(names)
     _samples(names)
     return root
+
+
+def _batch(names: Commands) -> None:
+    summary = "find the largest batch that fits, and the fastest"
+    batch = _command(names, "batch", "batch.batch", summary, SCRIPT_HELP + BATCH_HELP)
+    _add(batch, "script", "see below", metavar="SCRIPT.py:build")
+    machine = batch.add_argument_group(MEMORY)
+    _options(machine, RUN, "hardware", required=True)
+    _options(machine, RUN, "device_budget", required=True, kind="Budget")
+    where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
+    _add(machine, "--device", where, choices=("cpu", *DATA_SHEETS))
+    sizes = batch.add_argument_group("sizes")
+    _add(sizes, "--least", "samples in a batch", "Samples", 1)
+    _add(sizes, "--most", "samples in a batch", "Samples", 1 << 20)
+    slower = "fraction of the step in memory that does not count as slower"
+    _add(sizes, "--slowdown", slower, "Fraction", 0.05)
+    planning = batch.add_argument_group(PLANNING)
+    _options(planning, RUN, "policy", "recompute")
+    _add(planning, "--time-limit", "for planning one size; about ten are planned", "Seconds", 2.0)
+    confirm = batch.add_argument_group("confirming")
+    _add(confirm, "--run", "run some steps of the sizes that are named", "bool")
+    _spill_dir(confirm, "use")
+    _output_option(batch.add_argument_group(OUTPUT), "penstock-batch", "FOLDER")
 
 
 def _finetune(names: Commands) -> None:
@@ -476,6 +507,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "Steps": partial(whole_number, what="number of steps", least=1),
     "Samples": partial(whole_number, what="number of samples", least=1),
     "Disks": partial(whole_number, what="number of disks", least=1),
+    "Fraction": partial(fraction, what="fraction"),
     "Place": _place,
     "Directory": _directory,
     "Hardware": Path,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.columns import BoolArray, FloatArray, IntArray, sum_over
+from penstock.core.columns import KINDS, BoolArray, FloatArray, IntArray, sum_over
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace, within_budget
 
@@ -68,6 +68,19 @@ def minimum_bytes(trace: Trace) -> int:
 def tightest_kernel(trace: Trace) -> int:
     """The first kernel that needs `minimum_bytes`. The trace has at least one kernel."""
     return int(required_bytes(trace).argmax())
+
+
+def needs(trace: Trace, kernel: int) -> dict[str, int]:
+    """What `required_bytes` of a kernel is made of: bytes of the tensors that it uses, by kind, of those that
+    cannot leave, and of its workspace."""
+    used = np.union1d(trace.inputs[kernel], trace.outputs[kernel])
+    found = {
+        kind.replace("_", " "): int(trace.tensor_bytes[used][trace.tensor_kind[used] == number].sum())
+        for number, kind in enumerate(KINDS)
+        if kind != "workspace"
+    }
+    found["what cannot leave"] = int(held_bytes(trace)[kernel]) - sum(found.values())
+    return found | {"workspace": int(least_workspace_bytes(trace)[kernel])}
 
 
 def least_workspace_bytes(trace: Trace) -> IntArray:

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from penstock.core.arguments import require_types
 from penstock.core.hardware import Hardware
-from penstock.core.memory_profile import minimum_bytes, tightest_kernel
+from penstock.core.memory_profile import minimum_bytes, needs, tightest_kernel
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace, within_budget
 from penstock.errors import BudgetTooSmall, InvalidArgument
@@ -115,9 +115,14 @@ def refuse_below_minimum(trace: Trace, budget_bytes: int) -> int:
     needed = minimum_bytes(trace)
     if budget_bytes < needed:
         amount = format_bytes_up(needed)
-        where = f"kernel `{trace.kernel_name[tightest_kernel(trace)]}` alone" if trace.kernels else "the step"
+        where, of = "the step", ""
+        if trace.kernels:
+            kernel = tightest_kernel(trace)
+            where = f"kernel `{trace.kernel_name[kernel]}` alone"
+            found = needs(trace, kernel).items()
+            of = f" ({', '.join(f'{part} {format_bytes(size)}' for part, size in found if size > 0)})"
         raise BudgetTooSmall(
-            f"{where} needs {amount}; the device budget is {format_bytes(budget_bytes)}. "
+            f"{where} needs {amount}{of}; the device budget is {format_bytes(budget_bytes)}. "
             f"No plan can help: raise the budget to {amount} or lower the micro-batch.",
             needed,
         )

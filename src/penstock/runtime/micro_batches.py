@@ -168,7 +168,13 @@ def parts(batch: Any, size: int) -> Iterator[Any]:
     count = samples(batch)
     for begin in range(0, count, size):
         end = min(begin + size, count)
-        yield _part(batch, begin, end, count, weight=(end - begin) / count)
+        yield _part(batch, slice(begin, end), count, weight=(end - begin) / count)
+
+
+def repeated(batch: Any, size: int) -> Any:
+    """A batch of ``size`` samples, of the batch's own type: its own, again and again where they are fewer."""
+    count = samples(batch)
+    return _part(batch, [sample % count for sample in range(size)], count)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -189,21 +195,22 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
-def _part(value: Any, begin: int, end: int, count: int, weight: float | None = None) -> Any:
-    """The samples from ``begin`` to ``end``; with a weight, where one is given."""
+def _part(value: Any, which: slice | list[int], count: int, weight: float | None = None) -> Any:
+    """Some of ``count`` samples; with a weight, where one is given."""
 
     def inner(item: Any) -> Any:
-        return _part(item, begin, end, count)
+        return _part(item, which, count)
 
     made: Any
     kind: Any = type(value) if weight is None else _weighted(type(value))  # type: ignore[arg-type]
     if _is_array(value):
-        made = value[begin:end]
+        made = value[which]
     elif isinstance(value, tuple):
         made = tuple.__new__(kind, map(inner, value))
     elif isinstance(value, list):
         whole = len(value) == count and not any(map(_is_array, _leaves(value)))
-        made = kind(value[begin:end] if whole else map(inner, value))
+        items = value[which] if isinstance(which, slice) else map(value.__getitem__, which)
+        made = kind(items if whole else map(inner, value))
     elif isinstance(value, dict) and not type(value).__dictoffset__:
         made = (dict if weight is None else _weighted(dict))((k, inner(item)) for k, item in value.items())
     elif isinstance(value, Mapping):
