@@ -71,6 +71,7 @@ LOSSY = get_args(Lossy)
 Explorers = Literal["divided", "one", "each"]
 Dtype = Literal["float32", "bfloat16"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+QuantType = Literal["nf4", "fp4"]
 Place: TypeAlias = "str | os.PathLike[str] | Url"
 Directories: TypeAlias = "Place | Sequence[Place]"
 
@@ -415,6 +416,10 @@ class FineTuneOptions(_Options):
     max_steps    in the place of the number of epochs
     seed         of the order of sequences, dropout and adapters
     dtype        of weights, gradients and the optimizer's state
+    load_in_4bit  quantize the linear layers to 4 bits as they are read, by bitsandbytes: needs --lora
+    load_in_8bit  quantize the linear layers to 8 bits as they are read, by bitsandbytes: needs --lora
+    bnb_4bit_quant_type  what 4 bits stand for
+    bnb_4bit_use_double_quant  quantize the scales of 4-bit blocks, too
     lora         None: all weights are trained
     """
 
@@ -433,6 +438,10 @@ class FineTuneOptions(_Options):
     max_steps: Count | None = None
     seed: Number = 42
     dtype: Dtype = "float32"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: QuantType = "nf4"
+    bnb_4bit_use_double_quant: bool = False
     lora: LoraOptions | None = None
 
     @property

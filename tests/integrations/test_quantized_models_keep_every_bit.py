@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from tests.support.runs import Bits, Step, bits, differences, in_memory, offloaded
+from penstock import cli
+from tests.support import finetuning
+from tests.support.runs import HARDWARE, Bits, Step, bits, differences, in_memory, offloaded
 
 WIDTH, LAYERS, STEPS = 256, 6, 6
 
@@ -98,3 +104,82 @@ def test_a_budget_changes_no_bit(name: str, tmp_path: Path) -> None:
     assert differences(expected, found) == []
     assert report.peak_bytes <= budget_bytes < generous.peak_bytes
     assert report.loaded_bytes > 0 or report.recomputed_bytes > 0
+
+
+SETTINGS: dict[str, Any] = {"max_steps": 6, "block_size": 32, "gradient_accumulation_steps": 2}
+CONFIG = {**finetuning.SMALL, "num_hidden_layers": 6}
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    HARDWARE.save(folder / "hardware.json")
+    (folder / "text").write_text(Path(__file__).read_text())
+    settings = [
+        text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return [
+        *("finetune", str(folder / "model"), str(folder / "text"), "--tokenizer", "bytes", "--json"),
+        *("--hardware", str(folder / "hardware.json"), "--policy", "g10", "--spill-dir", str(folder)),
+        *("--device-budget", "11.5MiB", "-o", str(folder / "out"), *settings, *more),
+    ]
+
+
+@pytest.mark.parametrize(
+    "few_bits, dtype, tied",
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "float32", False),
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "bfloat16", True),
+        ({"load_in_8bit": True}, "float32", False),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_fine_tuning_in_few_bits_is_as_in_memory(
+    few_bits: dict[str, Any], dtype: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    finetuning.make(tmp_path / "model", {**CONFIG, "tie_word_embeddings": tied})
+    typed = command(tmp_path, "--lora", "--dtype", dtype, "--learning-rate", "1e-3")
+    for name, value in few_bits.items():
+        typed += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    assert cli.main(typed) == 0, capsys.readouterr().err
+    answer = json.loads(capsys.readouterr().out)
+    few_bits = {"bnb_4bit_quant_type": "nf4", **few_bits}
+    expected, model = finetuning.train(
+        tmp_path / "model", tmp_path / "text", **SETTINGS, dtype=dtype, lora=True, few_bits=few_bits
+    )
+    assert answer["losses"] == expected
+    report = answer["report"]
+    assert report["peak_bytes"] <= report["device_budget_bytes"] < answer["predicted"]["in_memory_bytes"]
+    assert report["loaded_bytes"] > 0
+    written = load_file(tmp_path / "out" / "model" / "adapter_model.safetensors")
+    adapters = peft.get_peft_model_state_dict(model)
+    assert written.keys() == adapters.keys()
+    assert bits(written.values()) == bits(adapters[name] for name in written)
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        (("--load-in-4bit",), "add --lora"),
+        (("--load-in-4bit", "--load-in-8bit", "--lora"), "exclude each other"),
+        (("--load-in-8bit", "--lora", "quantized"), "is quantized already (bitsandbytes)"),
+        (("--load-in-4bit", "--lora"), "pip install bitsandbytes accelerate"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    more: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    if "pip" in expected and find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes is installed")
+    finetuning.make(tmp_path / "model")
+    if more[-1] == "quantized":
+        path = tmp_path / "model" / "config.json"
+        few = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **few}))
+        more = more[:-1]
+    capsys.readouterr()  # what made the model said
+    assert cli.main(command(tmp_path, *more)) == 1
+    said = capsys.readouterr().err
+    assert expected in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists(), "nothing is left"

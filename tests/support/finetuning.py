@@ -53,11 +53,21 @@ def train(
     seed: int = 42,
     dtype: str = "float32",
     lora: bool = False,
+    few_bits: Mapping[str, Any] | None = None,
 ) -> tuple[list[float], Any]:
-    """The losses, and the model. A token for each byte."""
+    """The losses, and the model. A token for each byte.
+
+    few_bits   of BitsAndBytesConfig
+    """
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    quantized = {}
+    if few_bits is not None:
+        config = transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=dtype, **few_bits)
+        quantized = {"quantization_config": config, "device_map": {"": "cpu"}}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), **quantized
+    )
     torch.manual_seed(seed)
     if lora:
         import peft

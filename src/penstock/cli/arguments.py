@@ -247,7 +247,10 @@ def _finetune(names: Commands) -> None:
     _planning(tune)
     tuning = options_of(FineTuneOptions)
     training = tune.add_argument_group("training, as in transformers' TrainingArguments")
-    _options(training, tuning, *(name for name in tuning if name not in ("model", "text", "lora")))
+    few_bits = [name for name in tuning if name.startswith(("load_in", "bnb"))]
+    apart = {"model", "text", "lora", *few_bits}
+    _options(training, tuning, *(name for name in tuning if name not in apart))
+    _options(tune.add_argument_group("weights in few bits, as in BitsAndBytesConfig"), tuning, *few_bits)
     adapters = tune.add_argument_group("adapters")
     _add(adapters, "--lora", "train adapters of PEFT, not all weights", "bool")
     lora = {
@@ -504,10 +507,10 @@ def _directory(text: str) -> Path:
 PARSERS: dict[str, Callable[[str], Any]] = {
     "Rate": _rate,
     "Seconds": partial(fraction, what="number of seconds"),
+    "Fraction": partial(fraction, what="fraction"),
     "Steps": partial(whole_number, what="number of steps", least=1),
     "Samples": partial(whole_number, what="number of samples", least=1),
     "Disks": partial(whole_number, what="number of disks", least=1),
-    "Fraction": partial(fraction, what="fraction"),
     "Place": _place,
     "Directory": _directory,
     "Hardware": Path,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -337,6 +338,7 @@ def _quiet() -> None:
 
     library.disable_progress_bar()
     library.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of every layer in 8 bits, in every step
 
 
 def _show(predicted: Summary, tuning: FineTuning) -> None:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import penstock
@@ -28,6 +27,8 @@ from penstock.core import files
 from penstock.core.hardware import Hardware
 from penstock.errors import BudgetTooSmall, InvalidArgument, InvalidFile, SpillSpaceFull
 from penstock.integrations.hub import config_of, load, uninitialized
+from penstock.integrations.quantization import Quantizer, allocate, refuse_quantized
+from penstock.integrations.texts import TEXT_PIECE_BYTES, Text, tokens_of
 from penstock.integrations.versions import missing
 from penstock.options import FineTuneOptions, PlanOptions
 from penstock.report.summary import Summary, summarise
@@ -40,9 +41,6 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError as error:
     raise missing("transformers") from error
-
-BYTES = "bytes"  # the tokenizer that needs no files: a token for each byte
-TEXT_PIECE_BYTES = 1 << 20  # is handed to a tokenizer at once, up to the end of a line
 
 # AdamW needs four times the memory of what it updates. So weights above this, and above a quarter of the
 # largest, whose gradient needs as much, are updated so many rows at a time.
@@ -213,84 +211,26 @@ def _with_adapters(model: transformers.PreTrainedModel, settings: FineTuneOption
         raise InvalidArgument(f"no adapters for this model: {error}") from error
 
 
-# -- what is trained on ------------------------------------------------------------------------
-
-
-class Text:
-    """The sequences of a text, in an order that the seed and the number of a step decide."""
-
-    def __init__(self, settings: FineTuneOptions, tokens: np.ndarray) -> None:
-        assert settings.block_size is not None
-        length, self._seed = settings.block_size, settings.seed
-        self._per_step = settings.sequences_per_step
-        self._count = len(tokens) // length
-        if self._count < self._per_step:
-            raise InvalidArgument(
-                f"{settings.text} has {len(tokens)} tokens, and a step takes "
-                f"{self._per_step * length}: {self._per_step} sequences of {length}. Give more text, or "
-                "lower --block-size, --gradient-accumulation-steps or --per-device-train-batch-size"
-            )
-        self._sequences = tokens[: self._count * length].reshape(self._count, length)
-        self.steps_per_epoch = self._count // self._per_step
-
-    def of_step(self, step: int) -> torch.Tensor:
-        """[sequences_per_step, block_size]"""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + epoch))
-        chosen = order[place * self._per_step : (place + 1) * self._per_step]
-        return torch.from_numpy(self._sequences[chosen.numpy()].astype(np.int64))
-
-
-def _tokenizer(settings: FineTuneOptions) -> Any:
-    """None: a token for each byte."""
-    if settings.tokenizer == BYTES:
+def _quantization(settings: FineTuneOptions) -> transformers.BitsAndBytesConfig | None:
+    """Raises InvalidArgument where these settings allow none."""
+    if not (settings.load_in_4bit or settings.load_in_8bit):
         return None
-    folder = Path(settings.tokenizer or settings.model)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InvalidFile(
-            f"{folder} has no tokenizer that can be used: give a directory that has one with --tokenizer "
-            "DIR, or take a token for each byte with --tokenizer bytes"
-        ) from error
-
-
-def _tokens(settings: FineTuneOptions, vocabulary: int, path: Path) -> tuple[np.ndarray, Any]:
-    """The tokens of the text, mapped from a file that is written here, and the tokenizer."""
-    tokenizer = _tokenizer(settings)
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
-            for tokens in _tokenized(settings.text, tokenizer):
-                if len(tokens) and int(tokens.max()) >= vocabulary:
-                    raise InvalidArgument(
-                        f"token {int(tokens.max())} of {settings.text} is not in the model's vocabulary of "
-                        f"{vocabulary}: give the model's own tokenizer"
-                    )
-                file.write(tokens.astype(np.int32).tobytes())
-        partial.replace(path)
-    if not path.stat().st_size:
-        raise InvalidArgument(f"{settings.text} is empty: give a file with text")
-    return np.memmap(path, dtype=np.int32, mode="r"), tokenizer
-
-
-def _tokenized(text: Path, tokenizer: Any) -> Iterator[np.ndarray]:
-    with open(text, "rb") as file:
-        while lines := file.readlines(TEXT_PIECE_BYTES):
-            data = b"".join(lines)
-            if tokenizer is None:
-                yield np.frombuffer(data, dtype=np.uint8)
-                continue
-            try:
-                words = data.decode()
-            except UnicodeDecodeError as error:
-                raise InvalidFile(
-                    f"{text} is not UTF-8 text: {error}. Convert it, or take a token for each byte with "
-                    "--tokenizer bytes"
-                ) from error
-            yield np.array(
-                tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64
-            )
+    if settings.load_in_4bit and settings.load_in_8bit:
+        raise InvalidArgument("--load-in-4bit and --load-in-8bit exclude each other: leave one out")
+    if settings.lora is None:
+        bits = "4bit" if settings.load_in_4bit else "8bit"
+        raise InvalidArgument(
+            f"--load-in-{bits}: weights in few bits cannot be trained, only adapters beside them: add --lora"
+        )
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=settings.load_in_4bit,
+        load_in_8bit=settings.load_in_8bit,
+        bnb_4bit_compute_dtype=settings.dtype,
+        bnb_4bit_quant_type=settings.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=settings.bnb_4bit_use_double_quant,
+    )
+    Quantizer(config)  # says what is missing
+    return config
 
 
 # -- one training, in its folder ---------------------------------------------------------------
@@ -315,6 +255,8 @@ class FineTuning:
                 f"{settings.model} holds {' and '.join(names) or 'no architecture'}, which is no causal "
                 "language model of transformers"
             )
+        refuse_quantized(self.config, settings.model)
+        self._quantization = _quantization(settings)
         longest = getattr(self.config, "max_position_embeddings", None) or sys.maxsize
         if settings.block_size is None:
             settings = replace(settings, block_size=min(BLOCK_SIZE, longest))
@@ -326,7 +268,7 @@ class FineTuning:
         self.checkpoint, self.model_folder = folder / CHECKPOINT, folder / MODEL
         self._claim(resume)
         with self._nothing_left():
-            tokens, self._tokenizer = _tokens(settings, self.config.vocab_size, folder / TOKENS)
+            tokens, self._tokenizer = tokens_of(settings, self.config.vocab_size, folder / TOKENS)
             self._text = Text(settings, tokens)
         self.total_steps = settings.max_steps or settings.num_train_epochs * self._text.steps_per_epoch
 
@@ -346,12 +288,18 @@ class FineTuning:
         endurance_bytes: int | None = None,
     ) -> Summary:
         """What a step takes, traced on fake tensors and planned. Raises BudgetTooSmall and SpillSpaceFull."""
+        dtype = getattr(torch, self.settings.dtype)
+        quantizer = Quantizer(self._quantization) if self._quantization else None
         with torch.device("meta"):  # fake tensors cannot be cast in place, as PEFT does
-            base = uninitialized(self.config, getattr(torch, self.settings.dtype))
+            base = uninitialized(self.config, dtype)
+            if quantizer is not None:
+                base = quantizer.replace(base)
             model = _with_adapters(base, self.settings)
         mode = penstock.fake_mode()
         with mode:
-            model.to_empty(device="cpu")
+            if quantizer is not None:
+                quantizer.put_fake(base)
+            allocate(model)
             base.tie_weights()
             training = Training(self.settings, model, self.total_steps)
         batch = self._text.of_step(0)
@@ -391,7 +339,13 @@ class FineTuning:
         save_steps   between checkpoints
         on_step      called after each step with how many there were, and its loss; True ends training
         """
-        model = load(self.settings.model, self.config, run, dtype=getattr(torch, self.settings.dtype))
+        model = load(
+            self.settings.model,
+            self.config,
+            run,
+            dtype=getattr(torch, self.settings.dtype),
+            quantization_config=self._quantization,
+        )
         if not (self.folder / SETTINGS).exists():
             files.write(json.dumps(self._described, indent=2).encode(), self.folder / SETTINGS)
         torch.manual_seed(self.settings.seed)
@@ -439,7 +393,11 @@ class FineTuning:
             return
         try:
             begun = json.loads(path.read_text())
-            differ = [name for name, value in self._described.items() if begun.get(name) != value]
+            differ = [
+                name
+                for name, value in self._described.items()
+                if begun.get(name, getattr(FineTuneOptions, name, None)) != value
+            ]
         except (ValueError, AttributeError) as error:
             raise InvalidFile(f"{path} is damaged: give another folder with -o") from error
         if differ:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +22,8 @@ from penstock.runtime.run import Offload
 try:
     import transformers
     from transformers.initialization import no_init_weights
+
+    from penstock.integrations.quantization import Quantizer, allocate, refuse_quantized
 except ImportError as error:
     raise missing("transformers") from error
 
@@ -27,6 +32,8 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PIECE_BYTES = 8 << 20  # of a file that is converted as it is read
 SHOWN = 5  # names in an error
 
+Put = Callable[[str, torch.Tensor], None]  # what is done with a tensor that has no place of its own
+
 
 def load(
     path: str | os.PathLike[str],
@@ -34,6 +41,7 @@ def load(
     run: Offload | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantization_config: transformers.BitsAndBytesConfig | None = None,
 ) -> transformers.PreTrainedModel:
     """A model of a directory with config.json and safetensors files, in one file or sharded.
 
@@ -45,6 +53,8 @@ def load(
     config   None: that of the directory
     run      an open one; None: that of the thread, whichever it is, or ordinary memory
     dtype    of the weights; None: the config's
+    quantization_config   weights are quantized as they are read, one at a time, to the same bits as by
+             `from_pretrained`. Needs bitsandbytes
 
     Returns the model in evaluation mode, as `from_pretrained` does. Raises InvalidFile where a file is
     missing or damaged, and InvalidArgument where names or shapes in the files are not the model's:
@@ -56,13 +66,22 @@ def load(
     folder = Path(path)
     if config is None:
         config = config_of(folder)
+    refuse_quantized(config, folder)
     files = _files(folder)
-    model = uninitialized(config, dtype)
+    put = None
+    if quantization_config is None:
+        model = uninitialized(config, dtype)
+    else:
+        quantizer = Quantizer(quantization_config)
+        model = quantizer.build(lambda: uninitialized(config, dtype))
+        allocate(model, lambda name: quantizer.quantizes(model, name))
+        model.tie_weights()
+        put = functools.partial(quantizer.put, model)
     wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
     tied = {
         name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if name not in wanted
     }
-    _read_all(files, wanted, tied)
+    _read_all(files, wanted, tied, put)
     return model.eval()
 
 
@@ -83,7 +102,8 @@ def config_of(folder: Path) -> transformers.PretrainedConfig:
 def uninitialized(
     config: transformers.PretrainedConfig, dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
-    """A model of a config, with uninitialized weights."""
+    """A model of a config, with uninitialized weights, and with a copy of the config."""
+    config = copy.deepcopy(config)
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -120,10 +140,13 @@ def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
-def _read_all(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, torch.Tensor]) -> None:
+def _read_all(
+    files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str, torch.Tensor], put: Put | None
+) -> None:
     """Read every tensor into its place. Raises before it reads where names or shapes do not match.
 
     tied   further names of wanted tensors, which may also be in the files
+    put    takes those that are on the meta device
     """
     headers = {file: _header(file) for file in files}
     found = {entry.name: list(entry.shape) for header in headers.values() for entry in header.entries}
@@ -142,8 +165,8 @@ def _read_all(files: list[Path], wanted: dict[str, torch.Tensor], tied: dict[str
     for file, header in headers.items():
         names = [entry.name for entry in header.entries]
         targets = ((wanted.get(entry.name), DTYPES[entry.dtype]) for entry in header.entries)
-        if any(target is not None and _needs_conversion(dtype, target) for target, dtype in targets):
-            _read_converted(file, header, wanted)
+        if put or any(target is not None and _needs_conversion(dtype, target) for target, dtype in targets):
+            _read_converted(file, header, wanted, put)
         else:
             into = {name: wanted[name] if name in wanted else torch.empty_like(tied[name]) for name in names}
             load_checkpoint(file, into=into)
@@ -161,13 +184,16 @@ def _needs_conversion(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
     return tensor.dtype != dtype and tensor.is_floating_point() and dtype.is_floating_point
 
 
-def _read_converted(file: Path, header: Header, wanted: dict[str, torch.Tensor]) -> None:
+def _read_converted(file: Path, header: Header, wanted: dict[str, torch.Tensor], put: Put | None) -> None:
     """Read each wanted tensor through a small buffer, and convert its dtype."""
     with open(file, "rb") as opened, torch.no_grad():
         for entry in header.entries:
             if entry.name not in wanted:
                 continue
-            target, dtype = wanted[entry.name].detach().view(-1), DTYPES[entry.dtype]
+            place, dtype = wanted[entry.name].detach(), DTYPES[entry.dtype]
+            if place.is_meta:
+                place = torch.empty(place.shape, dtype=place.dtype)
+            target = place.view(-1)
             if dtype != target.dtype and not _needs_conversion(dtype, target):
                 raise InvalidArgument(f"{entry.name} in {file} is {dtype}, and the model's {target.dtype}")
             opened.seek(header.data_offset + entry.begin)
@@ -176,3 +202,5 @@ def _read_converted(file: Path, header: Header, wanted: dict[str, torch.Tensor])
                 if opened.readinto(data) != len(data):
                     raise InvalidFile(f"{file} became shorter while it was read: get it again")
                 part.copy_(torch.frombuffer(data, dtype=dtype))
+            if put is not None and wanted[entry.name].is_meta:
+                put(entry.name, place)
