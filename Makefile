@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -119,6 +119,10 @@ bench: setup
 # Needs root, for a memory control group and a swap file: half an hour, 8 GB of free disk.
 bench-limit: setup
 	$(BIN)/python benchmarks/memory_limit.py -o out/memory_limit.json
+
+# Models of 3 to 7 G parameters in 1 to 4 GiB: an hour on two cores, 40 GB of free disk and 6 GiB of memory.
+bench-large: setup build/quantized/.installed
+	PYTHONPATH=build/quantized $(BIN)/python benchmarks/large_models.py -o out/large_models.json
 
 bench-shapes: setup
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[bench-train]'

@@ -218,10 +218,13 @@ def train(job: Job, steps: int) -> Result:
         return worker.finish()
 
 
-def train_limited(job: Job, steps: int, limit_bytes: int | None = None) -> Measured:
+def train_limited(
+    job: Job, steps: int, limit_bytes: int | None = None, beside_bytes: int = 64 << 20
+) -> Measured:
     """In a control group of its own, with a limit from before the model is built.
 
-    limit_bytes   None: what the process takes by then, and the budget with what penstock may take beside it
+    limit_bytes    None: what the process takes by then, 105 % of the budget, and `beside_bytes`
+    beside_bytes   that penstock may take beside the budget
     """
     with (
         ControlGroup("penstock-benchmark") as group,
@@ -230,7 +233,7 @@ def train_limited(job: Job, steps: int, limit_bytes: int | None = None) -> Measu
         worker.wait_until_loaded()
         before_bytes = group.unevictable_bytes()
         if limit_bytes is None:
-            limit_bytes = before_bytes + job.device_budget_bytes * 105 // 100 + (64 << 20)
+            limit_bytes = before_bytes + job.device_budget_bytes * 105 // 100 + beside_bytes
         group.limit(limit_bytes)
         worker.build()
         first_steps = min(UNSETTLED_STEPS, steps - 1) if job.method == "penstock" else 1

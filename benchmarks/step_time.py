@@ -97,11 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # -- what the benchmarks of training share ---------------------------------------------------------
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+def add_common_arguments(parser: argparse.ArgumentParser, name: str, quick: bool = True) -> None:
     parser.add_argument(
         "--spill-dir", default=tempfile.gettempdir(), metavar="DIR", help="default: %(default)s"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, for a few steps")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="a tiny model, for a few steps")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "out" / f"{name}.json", metavar="FILE")
 
 

@@ -53,6 +53,7 @@ class Job:
     record_folder         for penstock, where to leave the record of the run; none when empty
     spill_dir             for those that write files; the system's choice when empty
     control_group         directory of a control group to run in; none when empty
+    hash_state            of weights and the optimizer's state, at the end
     """
 
     method: str
@@ -64,6 +65,7 @@ class Job:
     record_folder: str = ""
     spill_dir: str = ""
     control_group: str = ""
+    hash_state: bool = True
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,7 @@ def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Of all weights and the optimizer's state, to the last bit."""
     found = hashlib.sha256()
     for tensor in _tensors_of(model, optimizer):
-        found.update(tensor.numpy().tobytes())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()
 
 
@@ -358,7 +360,7 @@ def _serve() -> None:
             "peak_resident_bytes": resident.peak_resident_bytes() - before_bytes,
             "report": msgspec.to_builtins(method.run.report()) if method.run is not None else None,
         }
-        state = state_sha256(model, optimizer)
+        state = state_sha256(model, optimizer) if job.hash_state else ""
     answer({**result, "state_sha256": state})
 
 

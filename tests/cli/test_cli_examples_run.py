@@ -69,6 +69,35 @@ def test_tiny_kernels_stay_inside_half_of_their_memory(tmp_path: Path) -> None:
     assert half["peak_bytes"] <= half["device_budget_bytes"]
 
 
+@pytest.mark.benchmark
+@pytest.mark.slow
+def test_large_models_are_tried_at_a_small_scale(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    output = tmp_path / "large_models.json"
+    script = ROOT / "benchmarks" / "large_models.py"
+    options = ("--cases", "lora,full", "--scale", "0.001", "--steps", "6", "--reference")
+    run(script, *options, "--spill-dir", tmp_path, "-o", output)
+    cases = json.loads(output.read_text())["cases"]
+    assert list(cases) == ["lora", "full"]
+    for case in cases.values():
+        row = case["rows"]["penstock"]
+        assert row["same_bits"] and len(row["samples_s"]) == 6
+        assert row["report"]["peak_bytes"] <= row["report"]["device_budget_bytes"]
+        assert row["report"]["loaded_bytes"] > 0
+
+
+def test_large_models_say_what_they_lack(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "large_models.py"
+    done = subprocess.run(
+        [sys.executable, script, "--cases", "larger"],
+        capture_output=True,
+        text=True,
+        env=ONE_THREAD,
+        check=False,
+    )
+    assert done.returncode == 2 and "there is no 'larger': choose of lora, full, 4-bit" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_model_larger_than_its_budget_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     script, checkpoint = ROOT / "examples" / "larger_than_memory.py", tmp_path / "gpt.safetensors"
