@@ -7,6 +7,7 @@ traced, the forward and the backward by themselves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule, Node
 
-from penstock.capture.division import CannotDivide, DivisibleGraph, Part
+from penstock.capture.division import CannotDivide, DivisibleGraph, Part, hint
 from penstock.errors import BudgetTooSmall
 from penstock.units import format_bytes_up, parse_bytes
 
@@ -32,23 +33,42 @@ _part_bytes: list[int] = []  # of the run that is open
 @contextlib.contextmanager
 def regions_divided(budget_bytes: int) -> Iterator[None]:
     """Inside, what torch.compile gives to Inductor is divided where it needs much of the budget."""
-    from torch._inductor import compile_fx as inductor
-
-    plain = inductor.compile_fx
     part_bytes = max(budget_bytes // _PARTS_OF_A_BUDGET, _SMALLEST_PART_BYTES)
+    kind = torch._TorchCompileInductorWrapper
+    call = kind.__call__
 
-    def compile_fx(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or "inner_compile" in kwargs:  # it calls itself
-            return plain(module, inputs, *args, **kwargs)
-        return _compile(plain, module, inputs, part_bytes, kwargs)
+    @functools.wraps(call)
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        with _dividing(part_bytes):
+            return call(*args, **kwargs)
 
     _part_bytes.append(part_bytes)
-    inductor.compile_fx = compile_fx
+    kind.__call__ = divided
     try:
         yield
     finally:
-        inductor.compile_fx = plain
+        kind.__call__ = call
         _part_bytes.pop()
+
+
+@contextlib.contextmanager
+def _dividing(part_bytes: int) -> Iterator[None]:
+    """Inside, Inductor divides what it compiles."""
+    from torch._functorch import config as functorch
+    from torch._inductor import compile_fx as inductor
+
+    plain = inductor.compile_fx
+
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("inner_compile", _compiler(part_bytes))  # it calls itself, with what it was given
+        return plain(*args, **kwargs)
+
+    inductor.compile_fx = compile_fx
+    try:
+        with functorch.patch(enable_autograd_cache=False):  # it knows a graph as it is before it is divided
+            yield
+    finally:
+        inductor.compile_fx = plain
 
 
 def backend(
@@ -70,16 +90,8 @@ def backend(
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     default = _part_bytes[-1] if _part_bytes else _DEFAULT_PART_BYTES
     part_bytes = parse_bytes(patches.pop("part_bytes", default))
-    return _compile(inductor.compile_fx, module, inputs, part_bytes, {"config_patches": patches})
-
-
-def _compile(
-    compile_fx: Callable[..., Any], module: Any, inputs: Any, part_bytes: int, kwargs: dict[str, Any]
-) -> Any:
-    from torch._functorch import config as functorch
-
-    with functorch.patch(enable_autograd_cache=False):  # it knows a graph as it is before it is divided
-        return compile_fx(module, inputs, inner_compile=_compiler(part_bytes), **kwargs)
+    with _dividing(part_bytes):
+        return inductor.compile_fx(module, inputs, config_patches=patches)
 
 
 def _compiler(part_bytes: int) -> Callable[..., Any]:
@@ -243,6 +255,8 @@ def _donating(places: list[int]) -> Iterator[None]:
 
 def _restrided(value: Any, strides: Sequence[Any] | None) -> Any:
     """What an output looks like that Inductor gave these strides."""
-    if strides is None or not isinstance(value, torch.Tensor) or value.stride() == tuple(strides):
+    if strides is None or not isinstance(value, torch.Tensor):
+        return value
+    if all(hint(one) == hint(other) for one, other in zip(value.stride(), strides, strict=True)):
         return value
     return value.as_strided(value.size(), strides)

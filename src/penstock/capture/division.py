@@ -146,6 +146,9 @@ class DivisibleGraph:
         for node in self._module.graph.nodes:
             if node.meta.get("unbacked_bindings"):
                 raise CannotDivide(f"sizes in it depend on values of tensors ({node.target})")
+        for kernel in self._kernels:
+            if isinstance(kernel.target, torch._ops.OpOverload) and describe(kernel.target).takes_lists:
+                raise CannotDivide(f"it works on lists of tensors ({kernel.target})")
         ends = self._ends(part_bytes)
         if len(ends) < 2:
             raise CannotDivide(
@@ -276,16 +279,16 @@ def _bytes_of(node: Node) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     if value.layout is not torch.strided:
-        return _hint(value.numel()) * value.element_size()
+        return hint(value.numel()) * value.element_size()
     elements = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
-        if _hint(size) == 0:
+        if hint(size) == 0:
             return 0
-        elements += (_hint(size) - 1) * _hint(stride)
+        elements += (hint(size) - 1) * hint(stride)
     return elements * value.element_size()
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def hint(size: int | torch.SymInt) -> int:
     """The size that it was compiled for, without a guard."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.hint is not None else 1
