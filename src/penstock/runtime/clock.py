@@ -37,7 +37,6 @@ from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.output_bytes import KernelNeeds
 from penstock.runtime.recompute import Recomputation
 from penstock.runtime.recording import Recorder, Recording
-from penstock.runtime.replacements import cuda_graphs_refused, triton_launches_seen
 from penstock.runtime.schedule import (
     LARGEST_SMALL_BYTES,
     Drop,
@@ -49,6 +48,7 @@ from penstock.runtime.schedule import (
 )
 from penstock.runtime.storage_methods import StorageAccess
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
+from penstock.runtime.torch_patches import cuda_graphs_refused, triton_launches_seen
 from penstock.runtime.variants import AS_TRACED, Variants, run_as
 
 

@@ -16,8 +16,8 @@ import torch
 
 from penstock.capture.operators import storages_in
 from penstock.errors import BudgetTooSmall
-from penstock.runtime.replacements import replace
 from penstock.runtime.storages import LEAVING, ManagedStorage, Storages
+from penstock.runtime.torch_patches import replace
 
 if TYPE_CHECKING:
     from penstock.runtime.copy_engine import CopyEngine
