@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from penstock.machine import lines
-from penstock.storage.files import memory_file_system
 
 _STATUS = Path("/proc/self/status")
 
@@ -46,16 +45,15 @@ def release_free_memory() -> None:
 
 
 def is_in_memory(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory lies in RAM (tmpfs, ramfs), where spilling saves nothing."""
-    path = Path(os.path.realpath(directory))
-    try:
-        descriptor = os.open(next(there for there in (path, *path.parents) if there.exists()), os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return memory_file_system(descriptor) is not None
-    finally:
-        os.close(descriptor)
+    """Whether a directory lies in RAM (tmpfs, ramfs), where spilling saves nothing. `penstock doctor` asks where
+    the compiled module is missing, too."""
+    best, kind = "", ""
+    path = os.path.realpath(directory)
+    for mount in lines(Path("/proc/mounts")):
+        _, point, filesystem, *_ = mount.split()
+        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, kind = point, filesystem
+    return kind in ("tmpfs", "ramfs")
 
 
 def default_spill_dir() -> str:

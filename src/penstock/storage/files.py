@@ -91,7 +91,7 @@ def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
 def _open_direct(descriptor: int) -> tuple[int, int, str]:
     """A second descriptor of the same file past the page cache, its alignment, and "". Else -1 and why."""
     refused = -1, SMALLEST_ALIGNMENT_BYTES
-    if name := memory_file_system(descriptor):
+    if name := _memory_file_system(descriptor):
         return *refused, f"{name} keeps its files in the page cache"
     demanded_bytes = _demanded_alignment(descriptor)
     if demanded_bytes == 0:
@@ -120,7 +120,7 @@ def _demanded_alignment(descriptor: int) -> int | None:
     return max(memory_bytes, offset_bytes) if memory_bytes and offset_bytes else 0
 
 
-def memory_file_system(descriptor: int) -> str | None:
+def _memory_file_system(descriptor: int) -> str | None:
     """The name of the file's file system if it has no disk. Such a one opens files for direct I/O all
     the same, and ignores it."""
     answer = _ask("fstatfs", _STATFS_BYTES, descriptor)
