@@ -45,8 +45,8 @@ def release_free_memory() -> None:
 
 
 def is_in_memory(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory lies in RAM (tmpfs, ramfs), where spilling saves nothing. `penstock doctor` asks where
-    the compiled module is missing, too."""
+    """Whether a directory lies in RAM (tmpfs, ramfs), where spilling saves nothing. `penstock doctor` asks,
+    where the compiled module is missing, too."""
     best, kind = "", ""
     path = os.path.realpath(directory)
     for mount in lines(Path("/proc/mounts")):
