@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,20 +45,26 @@ def library() -> Path:
         if made.exists():
             return made
         launcher = [found] if (found := shutil.which("ccache")) else []
-        cxx11 = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *INCLUDES]
+        targets = {unit: FOLDER / f"{unit.stem}-{_digest(common + unit.read_bytes())}.o" for unit in units}
 
-        def compiled(unit: Path) -> Path:
-            target = FOLDER / f"{unit.stem}-{_digest(common + unit.read_bytes())}.o"
-            if not target.exists():
-                part = target.with_suffix(".part")
-                flags = [*FLAGS, cxx11, *INCLUDES, "-c", str(unit), "-o", str(part)]
-                subprocess.run([*launcher, *compiler, *flags], check=True)
-                part.rename(target)
-            return target
+        def compiled(source: Path, target: Path, *more: str) -> None:
+            part = target.with_suffix(".part")
+            subprocess.run([*launcher, *compiler, *flags, *more, str(source), "-o", str(part)], check=True)
+            part.rename(target)
 
-        parallel = int(os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", os.cpu_count() or 1))
-        with ThreadPoolExecutor(parallel) as pool:
-            objects = list(pool.map(compiled, units))
+        if missing := {unit: target for unit, target in targets.items() if not target.exists()}:
+            parallel = int(os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", os.cpu_count() or 1))
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as pool:
+                header = NATIVE / "precompiled.h"
+                if not launcher:  # which remembers more where nothing is precompiled
+                    header = Path(shutil.copy(header, folder))
+                    compiled(header, Path(f"{header}.gch"), "-x", "c++-header")
+                first = ("-include", str(header), "-c")
+                done = [pool.submit(compiled, unit, target, *first) for unit, target in missing.items()]
+                for each in done:
+                    each.result()
+        objects = list(targets.values())
         part = made.with_suffix(".part")
         subprocess.run([*compiler, "-shared", "-o", str(part), *map(str, objects), *LINKED], check=True)
         part.rename(made)
