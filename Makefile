@@ -187,8 +187,9 @@ docs-serve: .venv-docs/.installed
 # a C++ compiler with its sanitizers, and no Python.
 sanitize: sanitize-asan sanitize-tsan
 
+# More at a time than there are cores: they wait most of the time.
 sanitize-asan sanitize-tsan: sanitize-%: build-%
-	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 2
+	$(CMAKE:cmake=ctest) --test-dir build/$* --output-on-failure --parallel 4
 
 build-asan: SANITIZERS := address,undefined
 build-tsan: SANITIZERS := thread
