@@ -24,13 +24,13 @@ def passed(*arguments: str) -> int:
 
 
 def test_a_few_schedules() -> None:
-    assert passed("--seeds", "1:3") == 2 * len(PROGRAMS)
+    assert passed("--seeds", "1:2") == len(PROGRAMS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_more_schedules(program: str) -> None:
-    assert passed("--programs", program, "--seeds", "100:108") == 8
+    assert passed("--programs", program, "--seeds", "100:104") == 4
 
 
 @pytest.mark.slow
