@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS:
             item.add_marker(folder)
+    # The longest begin first, so that no process is alone with one at the end.
+    items.sort(key=lambda item: item.path.parent.name not in ("distributed", "model", "stress"))
     if os.environ.get("CI"):
         take_fewer_examples(items)
 
