@@ -219,12 +219,12 @@ def train(job: Job, steps: int) -> Result:
 
 
 def train_limited(
-    job: Job, steps: int, limit_bytes: int | None = None, beside_bytes: int = 64 << 20
+    job: Job, steps: int, limit_bytes: int | None = None, more_bytes: int | None = None
 ) -> Measured:
     """In a control group of its own, with a limit from before the model is built.
 
-    limit_bytes    None: what the process takes by then, 105 % of the budget, and `beside_bytes`
-    beside_bytes   that penstock may take beside the budget
+    limit_bytes   None: what the process takes by then, and `more_bytes`
+    more_bytes    None: the budget with what penstock may take beside it, 5 % and 64 MiB
     """
     with (
         ControlGroup("penstock-benchmark") as group,
@@ -233,7 +233,9 @@ def train_limited(
         worker.wait_until_loaded()
         before_bytes = group.unevictable_bytes()
         if limit_bytes is None:
-            limit_bytes = before_bytes + job.device_budget_bytes * 105 // 100 + beside_bytes
+            if more_bytes is None:
+                more_bytes = job.device_budget_bytes * 105 // 100 + (64 << 20)
+            limit_bytes = before_bytes + more_bytes
         group.limit(limit_bytes)
         worker.build()
         first_steps = min(UNSETTLED_STEPS, steps - 1) if job.method == "penstock" else 1

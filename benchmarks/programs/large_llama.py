@@ -25,7 +25,7 @@ HEAD_WIDTH = 128
 class Config:
     """Llama 3.2 3B, unless said otherwise.
 
-    bits   16, or of bitsandbytes 8 or 4
+    bits     16: all of `dtype`; or of bitsandbytes 8 or 4
     """
 
     layers: int = 28
@@ -35,6 +35,7 @@ class Config:
     vocabulary: int = 128256
     tied: bool = True
     context: int = 128
+    dtype: str = "bfloat16"
     bits: int = 16
     checkpoint: bool = False
     seed: int = 0
@@ -65,18 +66,19 @@ def base(config: Config) -> LlamaForCausalLM:
         tie_word_embeddings=config.tied,
     )
     quantizer = None
+    dtype = getattr(torch, config.dtype)
     if config.bits == 16:
-        model = uninitialized(llama, torch.bfloat16)
+        model = uninitialized(llama, dtype)
     else:
         quantizer = Quantizer(
             BitsAndBytesConfig(
                 load_in_4bit=config.bits == 4,
                 load_in_8bit=config.bits == 8,
-                bnb_4bit_compute_dtype="bfloat16",
+                bnb_4bit_compute_dtype=config.dtype,
                 bnb_4bit_quant_type="nf4",
             )
         )
-        model = quantizer.build(lambda: uninitialized(llama, torch.bfloat16))
+        model = quantizer.build(lambda: uninitialized(llama, dtype))
         allocate(model, lambda name: quantizer.quantizes(model, name))
     model.requires_grad_(False)
     for name, weight in list(model.named_parameters()):
@@ -85,7 +87,7 @@ def base(config: Config) -> LlamaForCausalLM:
         elif not weight.is_meta:
             weight.normal_(std=0.02)
         elif quantizer is not None:
-            values = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(std=0.02)
+            values = torch.empty(weight.shape, dtype=dtype).normal_(std=0.02)
             quantizer.put(model, name, values)
     return model
 
