@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import penstock
 from penstock.capture.datasheets import DATA_SHEETS
-from penstock.errors import InvalidArgument
+from penstock.cli.values import metavar, parse
 from penstock.options import (
     CACHES,
     CHUNK_BYTES,
@@ -23,13 +23,9 @@ from penstock.options import (
     Option,
     PlanOptions,
     choices,
-    fraction,
     options_of,
-    read,
     run_options,
-    whole_number,
 )
-from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
     from penstock.cli.output import Answer
@@ -437,9 +433,9 @@ def _argument(parser: Parser, name: str, kind: str, **given: Any) -> None:
             given["metavar"] = kind.upper()
             given["help"] = f"{given['help']}; {', '.join(allowed)}"
     else:
-        given["type"] = partial(_parse, kind)
+        given["type"] = partial(parse, kind)
         if name.startswith("--") and "choices" not in given:
-            given.setdefault("metavar", _metavar(kind))
+            given.setdefault("metavar", metavar(kind))
     parser.add_argument(*(["-o"] if name == "--output" else []), name, **given)
 
 
@@ -470,60 +466,3 @@ def _chrome_trace(parser: Parser, more: str = "") -> None:
 
 def _output_option(parser: Parser, default: str, metavar: str = "FILE") -> None:
     _add(parser, "--output", "what is written", "Path", Path(default), metavar=metavar)
-
-
-# -- parsing of values: errors are those of argparse ------------------------------------------------------
-
-
-def _parse(kind: str, text: str) -> Any:
-    """Parse a value of a kind of PARSERS or `penstock.options`; "KIND,..." is a list of them."""
-    if kind.endswith(",..."):
-        return [_parse(kind.removesuffix(",..."), part) for part in text.split(",")]
-    try:
-        return PARSERS[kind](text) if kind in PARSERS else read(kind, text)
-    except ValueError as error:  # an InvalidArgument or InvalidSize
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _rate(text: str) -> float:
-    found = parse_bytes(text.strip().removesuffix("/s"))
-    if found <= 0:
-        raise InvalidArgument(f"{text!r} is not a rate: give one above zero, such as 3.2GB/s")
-    return float(found)
-
-
-def _place(text: str) -> Path | str:
-    from penstock.storage.nvme.url import is_url
-
-    return text if is_url(text) else Path(text)
-
-
-def _directory(text: str) -> Path:
-    if isinstance(_place(text), str):
-        raise InvalidArgument(f"{text} is a remote drive: only probe and run spill to one")
-    return Path(text)
-
-
-PARSERS: dict[str, Callable[[str], Any]] = {
-    "Rate": _rate,
-    "Seconds": partial(fraction, what="number of seconds"),
-    "Fraction": partial(fraction, what="fraction"),
-    "Steps": partial(whole_number, what="number of steps", least=1),
-    "Samples": partial(whole_number, what="number of samples", least=1),
-    "Disks": partial(whole_number, what="number of disks", least=1),
-    "Place": _place,
-    "Directory": _directory,
-    "Hardware": Path,
-    "Plan": Path,
-}
-
-
-def _metavar(kind: str) -> str:
-    one, *more = kind.partition(",")
-    return METAVARS.get(one, "NAME") + "".join(more)
-
-
-METAVARS = {"Share": "SIZE|N%|auto", "Rate": "RATE", "Seconds": "SECONDS"}
-METAVARS |= dict.fromkeys(("Path", "str | os.PathLike[str]", "Hardware", "Plan"), "FILE")
-METAVARS |= dict.fromkeys(("Size", "Budget", "Endurance"), "SIZE")
-METAVARS |= dict.fromkeys(("Steps", "Samples", "Disks", "Count", "Number", "Fraction", "MicroBatch"), "N")
