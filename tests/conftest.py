@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,25 +71,8 @@ def take_fewer_examples(items: list[pytest.Item]) -> None:
                 setattr(holder, name, settings(found, max_examples=max(5, found.max_examples // 3)))
 
 
-imported = 0  # modules, when what was there was frozen
-
-
 def pytest_collection_finish() -> None:
-    freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[object]:
-    result = yield
-    if len(sys.modules) > imported + 50:
-        freeze()
-    return result
-
-
-def freeze() -> None:
     """What was imported stays: each run looks for garbage when it begins, and need not look there."""
-    global imported
-    imported = len(sys.modules)
     gc.collect()
     gc.freeze()
 
