@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -69,7 +69,11 @@ test-device: device
 
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
-	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark and not device' $(call files_with,slow)
+	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark and not device and not compiled' $(call files_with,slow)
+
+# Whole models of many kinds under torch.compile, divided: some minutes of a C++ compiler.
+test-compiled: setup
+	$(BIN)/pytest -n 2 -m compiled $(call files_with,compiled)
 
 # Do the benchmarks run? On little, for a minute or two.
 test-benchmarks: setup

@@ -285,6 +285,7 @@ def in_memory(program: Callable[[Step], list[torch.Tensor]]) -> list[torch.Tenso
     return program(without_a_run)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", KINDS)
 def test_graphs_of_many_kinds(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
