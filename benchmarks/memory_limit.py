@@ -224,7 +224,7 @@ def train_limited(
     """In a control group of its own, with a limit from before the model is built.
 
     limit_bytes   None: what the process takes by then, and `more_bytes`
-    more_bytes    None: the budget with what penstock may take beside it, 5 % and 64 MiB
+    more_bytes    None: the budget, and 5 % of it and 64 MiB for the rest of penstock
     """
     with (
         ControlGroup("penstock-benchmark") as group,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from penstock.integrations.hub import uninitialized
-from penstock.integrations.quantization import Quantizer, allocate
+from penstock.integrations.quantization import Quantizer
 
 with contextlib.suppress(ImportError):  # now: memory is measured from here on
     import bitsandbytes  # noqa: F401
@@ -79,7 +79,6 @@ def base(config: Config) -> LlamaForCausalLM:
             )
         )
         model = quantizer.build(lambda: uninitialized(llama, dtype))
-        allocate(model, lambda name: quantizer.quantizes(model, name))
     model.requires_grad_(False)
     for name, weight in list(model.named_parameters()):
         if weight.dim() == 1:

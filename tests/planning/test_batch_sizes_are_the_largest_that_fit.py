@@ -15,9 +15,12 @@ from torch import nn
 import penstock
 from penstock import cli
 from penstock.core.check import check
+from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
+from penstock.core.plan import Plan
 from penstock.core.trace import Trace
-from penstock.planners.batch_sizes import choose_batch_size
+from penstock.planners import Problem, solve
+from penstock.planners.batch_sizes import BatchSizes, choose_batch_size
 from tests.support.traces import Step, machine
 
 
@@ -40,6 +43,23 @@ def layers_of(samples: int, layers: int = 5, sample_bytes: int = 10, weight_byte
     return step.trace()
 
 
+def choose(
+    trace_of: Callable[[int], Trace],
+    hardware: Hardware,
+    budget_bytes: int,
+    policy: str = "optimal",
+    *,
+    least: int = 1,
+    most: int = 1 << 20,
+    slowdown: float = 0.05,
+    recompute: bool = True,
+) -> BatchSizes:
+    def plan_of(trace: Trace) -> Plan:
+        return solve(Problem(trace, hardware, budget_bytes, recompute, time_limit_s=2.0), policy)
+
+    return choose_batch_size(trace_of, plan_of, budget_bytes, least=least, most=most, slowdown=slowdown)
+
+
 @given(
     sample_bytes=st.integers(1, 300),
     weight_bytes=st.integers(0, 3000),
@@ -52,7 +72,7 @@ def test_one_sample_more_does_not_run(sample_bytes: int, weight_bytes: int, room
         return layers_of(samples, layers, sample_bytes, weight_bytes)
 
     budget = minimum_bytes(trace_of(1)) + room
-    found = choose_batch_size(trace_of, machine(), budget, "evict_all", most=10_000)
+    found = choose(trace_of, machine(), budget, "evict_all", most=10_000)
     size = found.largest
     assert size.plan is not None
     assert check(trace_of(size.samples), size.plan, machine()) == []
@@ -69,9 +89,9 @@ def test_a_slow_disk_slows_down_what_does_not_fit_in_memory() -> None:
         machine(),
         machine(disk_bytes_per_s=100.0),
     )
-    on_fast = choose_batch_size(layers_of, fast, 1000, recompute=False)
+    on_fast = choose(layers_of, fast, 1000, recompute=False)
     assert on_fast.unslowed is on_fast.largest
-    on_slow = choose_batch_size(layers_of, slow, 1000, recompute=False)
+    on_slow = choose(layers_of, slow, 1000, recompute=False)
     assert on_slow.largest.samples == on_fast.largest.samples
     assert on_slow.in_memory is not None and on_slow.unslowed is not None
     assert on_slow.in_memory.samples <= on_slow.unslowed.samples < on_slow.largest.samples
@@ -84,10 +104,10 @@ def test_a_slow_disk_slows_down_what_does_not_fit_in_memory() -> None:
 
 def test_what_the_disk_cannot_hold_does_not_run() -> None:
     small = machine(disk_bytes=300)
-    found = choose_batch_size(layers_of, small, 1000, "evict_all")
+    found = choose(layers_of, small, 1000, "evict_all")
     assert found.largest.plan is not None
     assert check(layers_of(found.largest.samples), found.largest.plan, small) == []
-    roomy = choose_batch_size(layers_of, machine(), 1000, "evict_all")
+    roomy = choose(layers_of, machine(), 1000, "evict_all")
     assert found.largest.samples < roomy.largest.samples
     assert any(size.reason for size in found.tried)
 
@@ -96,18 +116,18 @@ def test_one_sample_that_does_not_fit_says_what_it_needs() -> None:
     with pytest.raises(
         penstock.BudgetTooSmall, match=r"`forward1` alone needs .*\(weight 100 B, activation 20 B\)"
     ):
-        choose_batch_size(layers_of, machine(), 109)
+        choose(layers_of, machine(), 109)
 
 
 def test_a_step_that_ignores_its_batch_is_refused() -> None:
     with pytest.raises(penstock.InvalidArgument, match="the same memory and time"):
-        choose_batch_size(lambda _: layers_of(4), machine(), 10_000)
+        choose(lambda _: layers_of(4), machine(), 10_000)
 
 
 @pytest.mark.parametrize(("least", "most", "slowdown"), [(0, 4, 0.1), (5, 4, 0.1), (1, 4, -0.1)])
 def test_limits_that_make_no_sense_are_refused(least: int, most: int, slowdown: float) -> None:
     with pytest.raises(penstock.InvalidArgument, match="give"):
-        choose_batch_size(layers_of, machine(), 1000, least=least, most=most, slowdown=slowdown)
+        choose(layers_of, machine(), 1000, least=least, most=most, slowdown=slowdown)
 
 
 # -- of steps in PyTorch ---------------------------------------------------------------------------

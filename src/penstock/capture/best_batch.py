@@ -7,9 +7,11 @@ from collections.abc import Callable
 from penstock.capture.tracer import fake_mode, trace
 from penstock.core.arguments import described, require_types
 from penstock.core.hardware import Hardware
+from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.planners.batch_sizes import MOST, BatchSizes, choose_batch_size
+from penstock.planners import Problem, solve
+from penstock.planners.batch_sizes import BatchSizes, choose_batch_size
 from penstock.units import parse_budget
 
 
@@ -21,7 +23,7 @@ def best_batch(
     device_budget_bytes: int | str | None = None,
     device: str = "cpu",
     least: int = 1,
-    most: int = MOST,
+    most: int = 1 << 20,
     slowdown: float = 0.05,
     recompute: bool = True,
     time_limit_s: float = 2.0,
@@ -45,7 +47,8 @@ def best_batch(
         found.largest.samples, found.unslowed.samples, found.fastest.samples
 
     make_step            returns a function that runs one iteration of a batch of so many samples. It is
-                         called inside `penstock.fake_mode()`: a model that it makes takes no memory
+                         called inside one `penstock.fake_mode()`: a model that it makes takes no memory, and
+                         may serve all sizes
     policy               a name in penstock.planners.POLICIES
     device_budget_bytes  an integer, or text such as "600MiB"; all of the device's memory when not given
     device               where kernel times are for, as in `penstock.trace`
@@ -65,8 +68,9 @@ def best_batch(
         )
     budget = hardware.device_bytes if device_budget_bytes is None else parse_budget(device_budget_bytes)
 
+    mode = fake_mode()
+
     def trace_of(samples: int) -> Trace:
-        mode = fake_mode()
         try:
             with mode:
                 step = make_step(samples)
@@ -79,14 +83,7 @@ def best_batch(
                 "samples, say so with `least`"
             ) from error
 
-    return choose_batch_size(
-        trace_of,
-        hardware,
-        budget,
-        policy,
-        least=least,
-        most=most,
-        slowdown=slowdown,
-        recompute=recompute,
-        time_limit_s=time_limit_s,
-    )
+    def plan_of(trace: Trace) -> Plan:
+        return solve(Problem(trace, hardware, budget, recompute, time_limit_s=time_limit_s), policy)
+
+    return choose_batch_size(trace_of, plan_of, budget, least=least, most=most, slowdown=slowdown)

@@ -55,9 +55,8 @@ class DivisibleGraph:
         self.inputs = [node for node in nodes if node.op == "placeholder"]
         self.returned: list[Any] = [*nodes[-1].args[0]]
         self._kernels = [node for node in nodes if _is_kernel(node)]
-        self._maker = {
-            kernel: kernel for kernel in self._kernels
-        }  # of a value: also of an element of a tuple
+        # Of each value, also of an element of a tuple:
+        self._maker = {kernel: kernel for kernel in self._kernels}
         self._sources: dict[Node, dict[Node, None]] = {}  # of any node: the values that it is, or is made of
         for node in nodes[:-1]:
             parent = node.args[0] if node.target is operator.getitem else None
@@ -92,7 +91,7 @@ class DivisibleGraph:
         """Inputs are written at the end of a graph: do it after their last use."""
         position: dict[Node, float] = {kernel: number for number, kernel in enumerate(self._kernels)}
         last_use: dict[Node, float] = {}
-        writes = [kernel for kernel in self._kernels if _is_write_of_an_input(kernel)]
+        writes = dict.fromkeys(kernel for kernel in self._kernels if _is_write_of_an_input(kernel))
         for kernel in self._kernels:
             if kernel not in writes:
                 last_use.update(dict.fromkeys(self._read_by(kernel), position[kernel]))

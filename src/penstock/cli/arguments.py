@@ -157,8 +157,7 @@ def parser() -> argparse.ArgumentParser:
     trace = _command(names, "trace", "training.trace", "capture one training step", SCRIPT_HELP)
     _add(trace, "script", "see below", metavar="SCRIPT.py:build")
     _add(trace, "--real", "run the step and time it, instead of estimating without memory", "bool")
-    where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
-    _add(trace, "--device", where, choices=("cpu", *DATA_SHEETS))
+    _estimated_device(trace)
     _output_option(trace, "trace.json.gz")
 
     plan = _command(names, "plan", "planning.plan", "decide what leaves the device, and predict the step")
@@ -215,8 +214,7 @@ def _batch(names: Commands) -> None:
     machine = batch.add_argument_group(MEMORY)
     _options(machine, RUN, "hardware", required=True)
     _options(machine, RUN, "device_budget", required=True, kind="Budget")
-    where = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
-    _add(machine, "--device", where, choices=("cpu", *DATA_SHEETS))
+    _estimated_device(machine)
     sizes = batch.add_argument_group("sizes")
     _add(sizes, "--least", "samples in a batch", "Samples", 1)
     _add(sizes, "--most", "samples in a batch", "Samples", 1 << 20)
@@ -445,6 +443,11 @@ def _spill_dir(parser: Parser, purpose: str, *, remote: bool = False) -> None:
         text += "; or nvme+tcp://HOST:PORT/NQN?ns=1, a remote drive that is empty or of an earlier run"
     kind = "Place" if remote else "Directory"
     _add(parser, "--spill-dir", text, kind, action="append", metavar="DIR")
+
+
+def _estimated_device(parser: Parser) -> None:
+    text = "where an estimate's times are for: this processor, or a data sheet; default: cpu"
+    _add(parser, "--device", text, choices=("cpu", *DATA_SHEETS))
 
 
 def _planning(parser: argparse.ArgumentParser) -> Parser:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
 
 import penstock
 from penstock.cli.output import Answer, Table, load, user_file_errors, writing
@@ -40,12 +39,15 @@ def batch(options: Namespace) -> Answer:
         )
     hardware = load(Hardware, options.hardware)
     build = load_script(options.script)
-    devices: set[torch.device] = set()
+
+    @functools.cache
+    def fake() -> tuple[Training, Any]:
+        training = build()
+        return training, first_batch(training)
 
     def make_step(samples: int) -> Callable[[], object]:
-        training = build()
-        devices.update(parameter.device for parameter in training.model.parameters())
-        given = repeated(first_batch(training), samples)
+        training, first = fake()
+        given = repeated(first, samples)
         return lambda: training.step(given)
 
     with new_folder(options.output):
@@ -64,8 +66,9 @@ def batch(options: Namespace) -> Answer:
         named = {name: size for name in MEANINGS if (size := getattr(found, name)) is not None}
         measured: dict[int, Measured] = {}
         if options.run:
+            device = next((parameter.device for parameter in fake()[0].model.parameters()), "cpu")
             for size in sorted({size.samples for size in named.values()}):
-                measured[size] = _run(build, size, hardware, options, devices)
+                measured[size] = _run(build, size, hardware, options, str(device))
         written = []
         for name, size in named.items():
             assert size.plan is not None
@@ -83,9 +86,8 @@ def _run(
     samples: int,
     hardware: Hardware,
     options: Namespace,
-    devices: set[torch.device],
+    device: str,
 ) -> Measured:
-    device = str(next(iter(devices), "cpu"))
     with (
         user_file_errors(),
         penstock.offload(

@@ -23,7 +23,7 @@ try:
     import transformers
     from transformers.initialization import no_init_weights
 
-    from penstock.integrations.quantization import Quantizer, allocate, refuse_quantized
+    from penstock.integrations.quantization import Quantizer, refuse_quantized
 except ImportError as error:
     raise missing("transformers") from error
 
@@ -74,8 +74,6 @@ def load(
     else:
         quantizer = Quantizer(quantization_config)
         model = quantizer.build(lambda: uninitialized(config, dtype))
-        allocate(model, lambda name: quantizer.quantizes(model, name))
-        model.tie_weights()
         put = functools.partial(quantizer.put, model)
     wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
     tied = {

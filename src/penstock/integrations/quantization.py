@@ -41,11 +41,15 @@ class Quantizer:
         self._operation = self._quantizer.get_quantize_ops()
 
     def build(self, build: Callable[[], transformers.PreTrainedModel]) -> transformers.PreTrainedModel:
-        """A model whose weights take no memory: they are on the meta device, and buffers are computed."""
+        """A model that waits for `put`: the weights to be quantized take no memory, they are on the meta
+        device. The others are uninitialized."""
         import accelerate
 
         with accelerate.init_empty_weights(include_buffers=False):
-            return self.replace(build())
+            model = self.replace(build())
+        allocate(model, lambda name: self.quantizes(model, name))
+        model.tie_weights()
+        return model
 
     def replace(self, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
         """Put quantized layers, whose weights have no values yet, in the place of linear ones."""

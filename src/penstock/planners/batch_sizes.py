@@ -10,15 +10,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.planners import Problem, refuse_below_minimum, solve
+from penstock.planners import refuse_below_minimum
 
 NEAR = 1.05  # sizes that are this close are not told apart by their speed
-MOST = 1 << 20  # samples in a batch, unless another number is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +28,7 @@ class BatchSize:
     peak_bytes     that its step takes with everything in memory
     in_memory_s    that its step takes with everything in memory
     plan           for its step; None where none was made
-    reason         why there is no plan; empty where there is one, or none was asked for
+    reason         why there is no plan; empty where there is one, or none was made
     """
 
     samples: int
@@ -77,25 +75,21 @@ class BatchSizes:
 
 def choose_batch_size(
     trace_of: Callable[[int], Trace],
-    hardware: Hardware,
+    plan_of: Callable[[Trace], Plan],
     budget_bytes: int,
-    policy: str = "optimal",
     *,
-    least: int = 1,
-    most: int = MOST,
-    slowdown: float = 0.05,
-    recompute: bool = True,
-    time_limit_s: float = 2.0,
+    least: int,
+    most: int,
+    slowdown: float,
 ) -> BatchSizes:
     """Find the batch sizes that a device budget allows.
 
     trace_of      the step of a batch of so many samples; asked for few sizes
+    plan_of       a plan for a step in the budget; asked for about ten. BudgetTooSmall and SpillSpaceFull say
+                  that there is none
     budget_bytes  of the device
-    policy        a name in penstock.planners.POLICIES
     least, most   samples that a batch may have
     slowdown      fraction of the step in memory that does not count as slower
-    recompute     tensors may be recomputed instead of being moved
-    time_limit_s  for planning one size
 
     Raises BudgetTooSmall where not even ``least`` samples fit, SpillSpaceFull where they have no room on the
     lower tiers, and InvalidArgument where the step does not grow with its batch.
@@ -106,10 +100,6 @@ def choose_batch_size(
         )
     if slowdown < 0:
         raise InvalidArgument(f"a slowdown of {slowdown} is a gain: give a fraction, 0 or more")
-
-    def plan_of(trace: Trace) -> Plan:
-        return solve(Problem(trace, hardware, budget_bytes, recompute, time_limit_s=time_limit_s), policy)
-
     search = _Search(trace_of, plan_of)
     refuse_below_minimum(search.trace(least), budget_bytes)
     if most > least:
