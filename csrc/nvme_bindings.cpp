@@ -1,6 +1,7 @@
 // What Python sees of remote drives.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -8,11 +9,13 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "nvme/controller.hpp"
+#include "nvme/server.hpp"
 
 namespace nb = nanobind;
 
@@ -171,6 +174,65 @@ nb::dict counters(PyController& self) {
   return result;
 }
 
+// As above: a forked child leaves it as it is.
+class PyServer {
+ public:
+  explicit PyServer(std::unique_ptr<served::Server> server) : server_(std::move(server)) {}
+  PyServer(const PyServer&) = delete;
+  PyServer& operator=(const PyServer&) = delete;
+  ~PyServer() { close(); }
+
+  const served::Server& get() const {
+    if (server_ == nullptr || process_ != getpid()) throw Error(Kind::closed, "the server is closed");
+    return *server_;
+  }
+  void close() {
+    if (process_ != getpid()) {
+      (void)server_.release();
+      return;
+    }
+    auto server = std::exchange(server_, nullptr);
+    const nb::gil_scoped_release release;
+    server.reset();
+  }
+
+ private:
+  std::unique_ptr<served::Server> server_;
+  const int process_ = getpid();
+};
+
+void construct_server(PyServer* self, int listener, const std::string& subsystem_nqn, const nb::bytes& id,
+                      const nb::bytes& head,
+                      const std::vector<std::tuple<std::uint64_t, std::uint64_t, int>>& extents,
+                      std::uint64_t size_bytes) {
+  served::Offer offer;
+  if (subsystem_nqn.empty() || subsystem_nqn.size() > kMostNqnBytes)
+    throw nb::value_error("an NQN has 1 to 223 bytes");
+  if (id.size() != offer.id.size()) throw nb::value_error("id must be 16 bytes");
+  offer.subsystem_nqn = subsystem_nqn;
+  std::memcpy(offer.id.data(), id.data(), offer.id.size());
+  offer.blocks = size_bytes / served::kBlockBytes;
+  const auto* first = static_cast<const std::byte*>(head.data());
+  std::vector<served::Extent> held;
+  held.reserve(extents.size());
+  for (const auto& [offset, extent_bytes, descriptor] : extents) held.push_back({offset, extent_bytes, descriptor});
+  auto files = std::make_unique<const served::Files>(std::vector<std::byte>(first, first + head.size()),
+                                                     std::move(held), size_bytes);
+  new (self) PyServer(std::make_unique<served::Server>(listener, std::move(offer), std::move(files)));
+}
+
+nb::dict totals_of(PyServer& self) {
+  const auto totals = self.get().totals();
+  nb::dict result;
+  result["connections"] = totals.connections;
+  result["turned_away"] = totals.turned_away;
+  result["reads"] = totals.reads;
+  result["read_bytes"] = totals.read_bytes;
+  result["refused_writes"] = totals.refused_writes;
+  result["violations"] = totals.violations;
+  return result;
+}
+
 nb::list subsystems_of(const std::string& host, int port, const std::string& host_nqn, const nb::bytes& host_id,
                   double timeout_s) {
   const auto options = options_of(host, port, "nqn.2014-08.org.nvmexpress.discovery", host_nqn, host_id);
@@ -232,6 +294,13 @@ void bind_nvme(nb::module_& module) {
       .def("counters", &counters)
       .def("last_loss", [](PyController& self) { return self.past().last_loss(); })
       .def("close", &PyController::close, nb::arg("timeout_s") = 5.0);
+  nb::class_<PyServer>(module, "NvmeServer", "A target of NVMe/TCP that gives files to read, as one namespace.")
+      .def("__init__", &construct_server, nb::arg("listener"), nb::kw_only(), nb::arg("subsystem_nqn"),
+           nb::arg("id"), nb::arg("head"), nb::arg("extents"), nb::arg("size_bytes"))
+      .def("totals", &totals_of)
+      .def(
+          "changed", [](PyServer& self) { return self.get().files().changed(); }, released)
+      .def("close", &PyServer::close);
   module.def("nvme_discover", &subsystems_of, nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("host_nqn"),
              nb::arg("host_id"), nb::arg("timeout_s"));
   module.def(

@@ -242,6 +242,25 @@ class NvmeController:
     def last_loss(self) -> str: ...
     def close(self, timeout_s: float = 5.0) -> None: ...
 
+class NvmeServer:
+    """A target that gives files to read, as one namespace. Linux only. A forked child does not serve."""
+
+    def __init__(
+        self,
+        listener: int,  # a descriptor, which stays the caller's
+        *,
+        subsystem_nqn: str,
+        id: bytes,  # 16 bytes: NGUID and UUID
+        head: bytes,  # the bytes at 0
+        extents: list[tuple[int, int, int]],  # offset, size in bytes, descriptor, behind the head, in order
+        size_bytes: int,
+    ) -> None: ...
+    def totals(self) -> dict[str, int]:
+        """connections, turned_away, reads, read_bytes, refused_writes, violations."""
+    def changed(self) -> int:
+        """The first extent whose file has changed; -1: none."""
+    def close(self) -> None: ...
+
 def nvme_discover(
     host: str, port: int, *, host_nqn: str, host_id: bytes, timeout_s: float
 ) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer = options.command(options)
         with output.broken_pipe_ignored():
             output.show(answer, as_json=options.json)
+        answer.go_on()
     except (BudgetTooSmall, SpillSpaceFull) as error:
         output.show_error(error, as_json=options.json)
         return INFEASIBLE

@@ -78,6 +78,13 @@ the same command goes on where it stopped.
 Bytes cross the network as they are, and nobody is asked for a password: for networks that you trust.
 """
 
+SERVE_HELP = """\
+Others mount the URL that is shown, as if the store had been uploaded. They can read, and change nothing.
+Ctrl-C or SIGTERM ends it; so does a change of the store.
+
+Whoever reaches ADDRESS can read: nobody is asked for a password. For networks that you trust.
+"""
+
 PACK_HELP = """\
 SOURCE is a folder tree of files (where all lie in subfolders, these are their classes), tar shards of
 WebDataset, TFRecord, Parquet or Arrow files, a dataset that Hugging Face datasets or MosaicML streaming
@@ -118,6 +125,7 @@ whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks
     "samples.unpack": "samples unpack photos.store photos/ cat/1.png",
     "samples.bench": "samples bench photos.store --cold --cache 1GiB",
     "samples.upload": "samples upload photos.store 'nvme+tcp://storage1:4420/nqn.2014-08.org.example:photos?ns=1'",
+    "samples.serve": "samples serve photos.store --listen 10.0.0.7:4420",
     "samples.discover": "samples discover storage1:4420",
 }
 
@@ -343,6 +351,11 @@ def _upload(names: Commands) -> None:
     _add(upload, "url", "nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
     _add(upload, "--overwrite", "replace whatever lies on the namespace", "bool")
     summary = "list the namespaces of a target, and what they hold"
+    summary = "let other machines read a store of this one"
+    serve = _command(names, "serve", "samples.serve", summary, SERVE_HELP)
+    _add(serve, "store", "a store, or its partitions' folder", "Place", metavar="STORE")
+    address = "of a network of this machine; port 0: any that is free"
+    _add(serve, "--listen", address, default="127.0.0.1:4420", metavar="ADDRESS:PORT")
     discover = _command(names, "discover", "samples.discover", summary)
     _add(discover, "portal", "where the target listens; port: 4420", metavar="HOST:PORT")
 

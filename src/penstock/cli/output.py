@@ -59,12 +59,14 @@ class Answer:
     values    for programs: fields of the JSON object
     shown     for people: texts, lines and tables, in order
     written   files, or URLs, that were written: named at the end
+    go_on     what the command does once this is shown, until it is ended
     """
 
     values: dict[str, Any]
     shown: Sequence[str | Lines | Table] = ()
     written: Sequence[Path | str] = field(default_factory=list)
     exit_code: int = DONE
+    go_on: Callable[[], None] = lambda: None
 
 
 def show(answer: Answer, *, as_json: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -26,6 +28,8 @@ from penstock.samples.inspection import StoreInfo, Throughput
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.packing import pack as pack_source
 from penstock.samples.places import PathLike, places_of
+from penstock.samples.remote.serving import Server
+from penstock.samples.remote.serving import serve as serve_store
 from penstock.samples.remote.store import discover as discover_namespaces
 from penstock.samples.remote.upload import upload as upload_store
 from penstock.samples.sources import open_source
@@ -90,6 +94,35 @@ def upload(options: Namespace) -> Answer:
         said += f", of which {format_bytes(done.written_bytes)} were not there yet"
     written = [done.url] if done.written_bytes else []
     return Answer(values=dataclasses.asdict(done), shown=[said], written=written)
+
+
+def serve(options: Namespace) -> Answer:
+    server = serve_store(options.store, options.listen)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C
+
+    def go_on() -> None:
+        try:
+            _serve_on(server, quiet=options.json)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    shown = [
+        f"{options.store}: {server.samples:,} samples, served on {server.portal} until Ctrl-C or SIGTERM",
+        f"mount it by {server.url}",
+    ]
+    values = {"url": server.url, "portal": str(server.portal), "samples": server.samples, "pid": os.getpid()}
+    return Answer(values=values, shown=shown, go_on=go_on)
+
+
+def _serve_on(server: Server, *, quiet: bool) -> None:
+    with server:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.wait()
+        done = server.served()
+    if not quiet:
+        refused = f"; {done.refused_writes:,} writes were refused" if done.refused_writes else ""
+        broken = f"; {counted(done.violations, 'peer')} broke the protocol" if done.violations else ""
+        print(f"served {format_bytes(done.read_bytes)} in {done.reads:,} reads{refused}{broken}")
 
 
 def discover(options: Namespace) -> Answer:

@@ -2,7 +2,8 @@
 
 `pack` makes a store of almost anything; `mount` opens it. A `Store` gives single samples by name or
 index, and whole epochs in a random order; `Loader` feeds them to PyTorch. `info`, `verify`, `unpack` and
-`bench` look after a store. `upload` puts it onto a drive of another machine, which `discover` finds.
+`bench` look after a store. `upload` puts it onto a drive of another machine, which `discover` finds; `serve`
+lets other machines read it where it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from penstock.samples.epochs import merge_states
 from penstock.samples.inspection import Bench, StoreInfo, bench, info
 from penstock.samples.order import Mixing, Segment, expected_mixing, mixing_of
 from penstock.samples.packing import pack
+from penstock.samples.remote.serving import Served, Server, serve
 from penstock.samples.remote.store import RemoteNamespace, discover
 from penstock.samples.remote.upload import Upload, upload
 from penstock.samples.store import Batch, Store, mount
@@ -49,6 +51,8 @@ __all__ = [
     "RemoteNamespace",
     "SampleDataset",
     "Segment",
+    "Served",
+    "Server",
     "Store",
     "StoreInfo",
     "Upload",
@@ -63,6 +67,7 @@ __all__ = [
     "mount",
     "pack",
     "pack_together",
+    "serve",
     "unpack",
     "upload",
     "verify",

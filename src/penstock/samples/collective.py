@@ -8,6 +8,7 @@ pages.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import time
@@ -22,7 +23,8 @@ from penstock.core.job import restart_id
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.catalog import Directory, load_all
 from penstock.samples.manifest import StoreManifest
-from penstock.samples.places import PathLike
+from penstock.samples.places import PathLike, Place
+from penstock.storage.nvme.url import is_url, parse_url
 from penstock.units import format_seconds
 
 _LONGEST_POLL_S = 0.05
@@ -47,27 +49,48 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def gather(
-    path: PathLike | Sequence[PathLike], group: Any, *, verify: bool = True, timeout_s: float = 60.0
+    path: PathLike | Sequence[PathLike],
+    group: Any,
+    *,
+    served_at: str | None = None,
+    verify: bool = True,
+    timeout_s: float = 60.0,
 ) -> tuple[list[Directory], int, int]:
     """The directories of all stores that the processes hold, in the order of ranks; this rank, and world.
 
-    path   what this process holds: a store, a folder of partitions, or a list of such; every process can
-           give the same, or each its own partitions
-    group  of torch.distributed, with a backend for CPU tensors; all its processes call this
+    path       what this process holds: a store, a folder of partitions, or a list of such; every process can
+               give the same, or each its own partitions
+    group      of torch.distributed, with a backend for CPU tensors; all its processes call this
+    served_at  the URL at which the others read it: see `penstock.samples.serve`
 
     Raises SampleError, in all processes, where one does not come in time, cannot read what it holds, cannot
     see what another one holds, or received it damaged, and where a partition is missing.
     """
+    if served_at is not None and not isinstance(path, str | os.PathLike):
+        raise InvalidArgument("served_at= is the URL of one store, not of a list: give the path of one")
+    if served_at is not None and parse_url(served_at).fragment:
+        raise InvalidArgument(f"{served_at!r} names one partition: give the URL that serving has named")
     peers = Rendezvous(group, timeout_s)
     mine, error = _try_load(lambda: load_all(path, verify, timeout_s))
-    holds = [HeldStore(str(each.place), each.manifest) for each in mine]
+    holds = [HeldStore(_where(each.place, path, served_at), each.manifest) for each in mine]
     stores = _unique_stores(peers, peers.exchange("say what they hold", Message(holds, error)))
     own = {directory.manifest.identity: directory for directory in mine}
     opened, error = _try_load(
-        lambda: [own.get(held.manifest.identity) or _open(owner, held, verify) for owner, held in stores]
+        lambda: [
+            own.get(held.manifest.identity) or _open(owner, held, verify, timeout_s) for owner, held in stores
+        ]
     )
     peers.exchange("open what the others hold", Message(error=error))
     return opened, peers.rank, peers.world
+
+
+def _where(place: Place, path: Any, served_at: str | None) -> str:
+    """Where the others read a store that this process holds at ``path``."""
+    if served_at is None or place.is_remote:
+        return str(place)
+    # Of a folder of partitions the URL names the one.
+    partition = "" if str(place) == os.path.abspath(path) else place.name
+    return str(dataclasses.replace(parse_url(served_at), fragment=partition))
 
 
 def _try_load(load: Callable[[], list[Directory]]) -> tuple[list[Directory], str]:
@@ -115,13 +138,15 @@ def pack_together(
 
 
 def _unique_stores(peers: Rendezvous, messages: Sequence[Message]) -> list[tuple[int, HeldStore]]:
-    """The stores of all processes, each once, with the lowest rank that holds it."""
+    """The stores of all processes, each once, with the lowest rank that holds it, or serves it."""
     found: dict[str, tuple[int, HeldStore]] = {}
     partitions: dict[int, set[int]] = {}
     for rank, each in enumerate(messages):
         for held in each.held:
             partitions.setdefault(held.manifest.partitions, set()).add(held.manifest.partition)
-            found.setdefault(held.manifest.identity, (rank, held))
+            _, before = found.setdefault(held.manifest.identity, (rank, held))
+            if is_url(held.place) and not is_url(before.place):  # all can see it there
+                found[held.manifest.identity] = rank, held
     for count, there in partitions.items():
         if missing := sorted(set(range(count)) - there):
             peers.leave()
@@ -133,11 +158,13 @@ def _unique_stores(peers: Rendezvous, messages: Sequence[Message]) -> list[tuple
     return list(found.values())
 
 
-def _open(owner: int, held: HeldStore, verify: bool) -> Directory:
+def _open(owner: int, held: HeldStore, verify: bool, timeout_s: float) -> Directory:
     """Open a store that another process holds. Raises SampleError, InvalidFile."""
-    advice = "put it where all processes can see it, or mount it in each from a place of its own"
+    advice = (
+        "put it where all processes can see it, or serve it to them (penstock samples serve, and served_at=)"
+    )
     try:
-        directory, *_ = load_all(held.place, verify)
+        directory, *_ = load_all(held.place, verify, timeout_s)
     except SampleError as error:
         raise SampleError(
             f"cannot see {held.place}, which process {owner} holds: {error}; {advice}"

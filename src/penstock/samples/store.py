@@ -141,6 +141,7 @@ def mount(
     world: int = 1,
     *,
     group: Any = None,
+    served_at: str | None = None,
     io: str = "auto",
     verify: bool = True,
     on_damage: str = "raise",
@@ -159,6 +160,8 @@ def mount(
     rank, world     which of how many processes this is: `Store.bread` gives it its share
     group           of torch.distributed: all its processes mount together, each what it can see, and every
                     one has all samples; rank and world are those of the group
+    served_at       with `group`: the URL at which this machine serves `path` (`serve`): the other processes
+                    read it there, and need no file system in common
     io              of folders, "buffered": through the page cache; "direct": past it; "auto": past it where
                     the samples would not fit in half of the available memory
     verify          compare checksums of everything that is read
@@ -174,7 +177,11 @@ def mount(
     if group is not None:
         from penstock.samples.collective import gather
 
-        directories, rank, world = gather(path, group, verify=verify, timeout_s=timeout_s)
+        directories, rank, world = gather(
+            path, group, served_at=served_at, verify=verify, timeout_s=timeout_s
+        )
+    elif served_at is not None:
+        raise InvalidArgument("served_at= is for other processes: give group=, or mount the URL itself")
     options = Options(
         order=order,
         cache_bytes=parse_bytes(cache_bytes),
