@@ -5,7 +5,8 @@
 The methods take turns, step by step, in processes that live throughout: in memory (the reference),
 torch.utils.checkpoint on each block, saved-tensor hooks that write every tensor to a file and read it back,
 and penstock with budgets from a fifth of the whole in-memory peak (weights, gradients, optimizer state and
-activations) to one that holds everything. With penstock the model is built inside the budget. Each trains the
+activations) to one that holds everything; at the smallest also with host memory for the rest, and no bytes on
+disk. With penstock the model is built inside the budget. Each trains the
 same GPT from the same seed on the same batches; losses, weights and optimizer state are compared bit for bit
 after the timing. The files of the hooks go through the page cache and are never synced; penstock's transfers
 bypass the page cache where the disk allows it, never synced either.
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24, help="of each method; default: %(default)s")
     parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--only", action="append", metavar="METHOD", help="beside the reference; repeated; default: all"
+    )
     add_common_arguments(parser, "step_time")
     options = parser.parse_args(arguments)
     if options.steps <= UNSETTLED_STEPS:
@@ -64,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peak_bytes = trace_of(config).peak_bytes
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
-        hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 10.0)
+        hardware = penstock.probe(
+            options.spill_dir, time_budget_s=1.0 if options.quick else 10.0, host_budget=peak_bytes
+        )
         hardware.save(hardware_file)
         jobs = {
             name: Job(name, config, spill_dir=options.spill_dir)
@@ -78,6 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hardware_file=str(hardware_file),
                 spill_dir=options.spill_dir,
             )
+        smallest = jobs[f"penstock, {PERCENT[-1]} %"]
+        jobs[f"penstock, {PERCENT[-1]} %, host"] = replace(smallest, host_budget_bytes=peak_bytes)
+        if unknown := set(options.only or ()) - jobs.keys():
+            parser.error(f"--only: there is no {', '.join(unknown)}, only {', '.join(jobs)}")
+        jobs = {name: job for name, job in jobs.items() if name in (REFERENCE, *(options.only or jobs))}
         results = measure(jobs, steps, console)
 
     summaries = {name: summary(jobs[name], result, results[REFERENCE]) for name, result in results.items()}

@@ -48,6 +48,7 @@ class Job:
     program               a Python file that has a class `Config` and a function `build(config)`, which gives
                           (model, optimizer, batches, loss)
     device_budget_bytes   for penstock
+    host_budget_bytes     for penstock, of memory beside that as a tier; 0 for none
     policy                for penstock, a key of penstock.planners.POLICIES
     hardware_file         for penstock, what `penstock probe` wrote
     record_folder         for penstock, where to leave the record of the run; none when empty
@@ -60,6 +61,7 @@ class Job:
     config: Any = field(default_factory=gpt.Config)
     program: str = gpt.__file__
     device_budget_bytes: int = 0
+    host_budget_bytes: int = 0
     policy: str = "optimal"
     hardware_file: str = ""
     record_folder: str = ""
@@ -211,6 +213,7 @@ def _penstock(job: Job) -> Iterator[Method]:
     hardware = penstock.Hardware.load(job.hardware_file) if job.hardware_file else None
     with penstock.offload(
         device_budget=job.device_budget_bytes,
+        host_budget=job.host_budget_bytes or None,
         spill_dir=job.spill_dir or None,
         planning=penstock.PlanOptions(policy=job.policy),
         hardware=hardware,

@@ -7,10 +7,12 @@
 namespace penstock {
 
 // Names something that has bytes at offsets, to the Io that it was made for: a file descriptor to those of this
-// machine, a namespace to one that speaks to a remote drive. -1: there is none.
+// machine, a namespace to one that speaks to a remote drive. -1: there is none. To one that makes blocking calls also
+// memory, by its address.
 using Handle = std::int64_t;
 inline constexpr Handle kFirstNamespace = Handle{1} << 32;  // below: file descriptors
 inline constexpr bool is_namespace(Handle handle) { return handle >= kFirstNamespace; }
+inline constexpr bool is_memory(Handle handle) { return handle >= kFirstNamespace; }
 
 // What is read and written: a file, a block device, a remote namespace.
 struct Target {

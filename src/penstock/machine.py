@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.errors import InvalidArgument
+
 _GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_NODES = Path("/sys/devices/system/node")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 of control groups has a number just below 2**63 for none
 
 
@@ -48,6 +51,27 @@ def available_bytes() -> int:
         machine_bytes = memory_bytes()
     left_bytes = container_available_bytes()
     return machine_bytes if left_bytes is None else min(machine_bytes, left_bytes)
+
+
+def node_available_bytes(node: int, nodes: Path = _NODES) -> int:
+    """Memory of a NUMA node that can be had without swapping. Raises InvalidArgument where there is none."""
+    there = [number for text in lines(nodes / "has_memory") for number in _numbers(text)]
+    if node not in there:
+        has = f"has memory on NUMA node {', '.join(map(str, there))}" if there else "has no NUMA nodes"
+        raise InvalidArgument(
+            f"host_node is {node}: this machine {has}. Give "
+            + ("another, or leave host_node out" if there else "no host_node")
+        )
+    fields = dict(line.split(":", 1) for line in lines(nodes / f"node{node}" / "meminfo"))
+    free = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
+    left_bytes = sum(int(fields[f"Node {node} {name}"].split()[0]) << 10 for name in free)
+    return min(left_bytes, available_bytes())
+
+
+def _numbers(text: str) -> list[int]:
+    """Of a list of the kernel's, such as "0-1,3"."""
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return [each for low, _, high in ranges for each in range(int(low), int(high or low) + 1)]
 
 
 def container_bytes(groups: Path = _GROUPS, root: Path = _ROOT) -> int | None:

@@ -327,6 +327,7 @@ def offload(
     device_budget: Share,
     spill_dir: Directories | None = None,
     host_budget: Share | None = None,
+    host_node: Number | None = None,
     disk_budget: Budget | None = None,
     device: str | torch.device | None = None,
     plan: Plan | None = None,
@@ -357,8 +358,11 @@ def offload(
                     however that ends. Or a namespace of a remote drive, empty or of an earlier run:
                     "nvme+tcp://HOST:PORT/NQN?ns=1". What is spilled there crosses the network as it is, and
                     stays there
-    host_budget     pinned host memory to use as a tier and for staging, on a GPU. "50%" is of what is
-                    available, "auto" nine tenths of it. None: an eighth of what is free
+    host_budget     host memory to use as a tier, beside the device's budget. "50%" is of what is available,
+                    "auto" nine tenths of it. On a GPU it is pinned, and used for staging, too. On a CPU it
+                    is RAM that the device's budget does not count, such as that of another NUMA node, or far
+                    memory. None: on a GPU an eighth of what is free, on a CPU no such tier
+    host_node       NUMA node that the host budget comes from, on a CPU. None: any
     disk_budget     most bytes on disk. None: what is free there. Where torchrun has started several processes
                     on this machine, it and the host budget are theirs together, and are divided
     device          cpu, or a GPU such as cuda:0. None: the model's, or the CPU

@@ -63,7 +63,7 @@ PUBLIC = [
 SIGNATURES = {
     "offload": (
         ["model=", "optimizer="],
-        ["device_budget", "spill_dir=", "host_budget=", "disk_budget=", "device=", "plan="]
+        ["device_budget", "spill_dir=", "host_budget=", "host_node=", "disk_budget=", "device=", "plan="]
         + ["hardware=", "io=", "planning=", "batches="],
     ),
     "save": (["state", "path"], ["wait=", "metadata="]),

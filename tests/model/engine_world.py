@@ -224,6 +224,7 @@ class Spill:
 
     place_text = "the checker"
     free_bytes = 1 << 40
+    has_host = False
 
     def __init__(self, world: World, files: tuple[int, int], extents: int) -> None:
         self.world, (self.file, self.swap), self.extents = world, files, extents

@@ -30,9 +30,14 @@ class Program(RuleBasedStateMachine):
 
     trouble = 0.0
 
-    @initialize(seed=st.integers(0, 1 << 30), anywhere=st.booleans(), at_once=st.sampled_from([0.0, 0.3]))
-    def begin(self, seed: int, anywhere: bool, at_once: float) -> None:
-        self.device = ScriptedDevice(seed, anywhere=anywhere, at_once=at_once)
+    @initialize(
+        seed=st.integers(0, 1 << 30),
+        anywhere=st.booleans(),
+        at_once=st.sampled_from([0.0, 0.3]),
+        host_slots=st.sampled_from([0, 2]),
+    )
+    def begin(self, seed: int, anywhere: bool, at_once: float, host_slots: int) -> None:
+        self.device = ScriptedDevice(seed, anywhere=anywhere, at_once=at_once, host_slots=host_slots)
         self.engine = CopyEngine(self.device, BUDGET, timeout_s=5.0, in_flight_bytes=3 * PIECE)
         self.device.engine = self.engine
         self.storages = Storages(lambda *_: True, self._buried, 1)
@@ -129,12 +134,17 @@ class Program(RuleBasedStateMachine):
                     managed.pins -= 1
                 self.engine.end_kernel()
 
-    @rule(which=st.integers(0, 50), release=st.booleans(), packs=st.sampled_from([0, 4]))
-    def evict(self, which: int, release: bool, packs: int) -> None:
+    @rule(
+        which=st.integers(0, 50),
+        tier=st.sampled_from([None, "host", "disk"]),
+        release=st.booleans(),
+        packs=st.sampled_from([0, 4]),
+    )
+    def evict(self, which: int, tier: str | None, release: bool, packs: int) -> None:
         number = self._pick(which)
         if number is not None:
             with self._troubled(), self.engine.lock:
-                self.engine.evict(self.managed[number], release=release, packs=packs)
+                self.engine.evict(self.managed[number], tier, release=release, packs=packs)
 
     @rule(which=st.integers(0, 50))
     def prefetch(self, which: int) -> None:

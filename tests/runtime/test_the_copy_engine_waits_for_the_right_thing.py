@@ -20,8 +20,10 @@ PIECE = 100
 class Bench:
     """Storages of 100 bytes on a device of ``budget`` bytes."""
 
-    def __init__(self, budget: int = 10 * PIECE, *, anywhere: bool = False, **limits: float) -> None:
-        self.device = ScriptedDevice(anywhere=anywhere)
+    def __init__(
+        self, budget: int = 10 * PIECE, *, anywhere: bool = False, host_slots: int = 0, **limits: float
+    ) -> None:
+        self.device = ScriptedDevice(anywhere=anywhere, host_slots=host_slots)
         self.storages = Storages(lambda *_: True, lambda managed: None, 1)
         self.engine = CopyEngine(
             self.device,
@@ -39,9 +41,9 @@ class Bench:
         self.device.take(managed.key, managed.size_bytes)
         return managed
 
-    def away(self) -> ManagedStorage:
+    def away(self, tier: str | None = None) -> ManagedStorage:
         managed = self.make()
-        self.engine.evict(managed, release=True)
+        self.engine.evict(managed, tier, release=True)
         self.device.finish(self.device.pending[-1])
         assert managed.state == AWAY
         return managed
@@ -225,3 +227,68 @@ def test_a_copy_that_fails_does_not_end_drain_before_the_others_are_over() -> No
     with bench.device.serving(bench.engine):
         bench.engine.drain()
     assert bench.engine.in_flight_bytes == (0, 0)
+
+
+def test_copies_of_one_tier_do_not_wait_for_those_of_another() -> None:
+    bench = Bench(anywhere=True, host_slots=9, in_flight_bytes=PIECE, timeout_s=5.0)
+    tiers = ("disk", "disk", "host", "host")
+    going = [bench.make() for _ in tiers]
+    for managed, tier in zip(going, tiers, strict=True):
+        bench.engine.evict(managed, tier, release=True)
+    assert [copy.managed for copy in bench.device.pending] == [going[0], going[2]]
+    bench.device.finish(bench.device.pending[1])
+    assert [copy.managed for copy in bench.device.pending] == [going[0], going[3]]
+    while bench.device.pending:
+        bench.device.finish(bench.device.pending[0])
+    assert [managed.state for managed in going] == [AWAY] * 4
+
+    for managed in going:
+        bench.engine.prefetch(managed)
+    assert [copy.managed for copy in bench.device.pending] == [going[0], going[2]]
+
+
+def test_what_comes_by_another_link_leaves_room_for_what_waits_for_its_own() -> None:
+    bench = Bench(3 * PIECE, anywhere=True, host_slots=9, in_flight_bytes=PIECE, timeout_s=5.0)
+    first, second, third = bench.away("disk"), bench.away("disk"), bench.away("host")
+    stays = bench.make()
+    for managed in (first, second, third):
+        bench.engine.prefetch(managed)
+    assert [copy.managed for copy in bench.device.pending] == [first], "of three places, two are spoken for"
+    bench.engine.evict(stays, "host", release=True)
+    bench.device.finish(bench.device.pending[1])
+    assert [copy.managed for copy in bench.device.pending] == [first, third]
+
+
+def test_a_copy_goes_where_the_plan_says_though_the_last_one_went_elsewhere() -> None:
+    bench = Bench(anywhere=True, host_slots=1, timeout_s=5.0)
+    managed = bench.away()  # unplanned: to the host, which has room
+    assert managed.slot.tier == "host"
+    with bench.device.serving(bench.engine):
+        bench.engine.demand([managed])
+    assert managed.clean
+    bench.engine.evict(managed, "disk", release=True)
+    bench.device.finish(bench.device.pending[0])
+    assert managed.slot.tier == "disk" and managed.state == AWAY
+    assert len(bench.device.slots) == 1, "the first place is free"
+
+    other = bench.away()
+    with bench.device.serving(bench.engine):
+        bench.engine.demand([managed])
+    bench.engine.evict(managed, "host", release=True)
+    assert managed.state == AWAY and not bench.device.pending, "there is no room: its copy serves"
+    assert other.slot.tier == "host"
+
+
+def test_outdated_copies_make_room_on_their_tier() -> None:
+    bench = Bench(anywhere=True, host_slots=1, timeout_s=5.0)
+    old = bench.away()
+    with bench.device.serving(bench.engine):
+        bench.engine.demand([old])
+    new = bench.make()
+    bench.engine.evict(new, "host", release=True)
+    assert new.slot.tier == "disk", "the copy there counts still"
+    bench.device.finish(bench.device.pending[0])
+
+    bench.engine.will_write(old)
+    newest = bench.away("host")
+    assert newest.slot.tier == "host" and old.slot is None

@@ -657,7 +657,6 @@ def checked_run(
     staging_bytes = 2 * 3 * 4096
     device = make_device(spill, driver, budget_bytes, staging_bytes + host_bytes, chunk_bytes=4096, chunks=3)
     engine = CopyEngine(device, budget_bytes, timeout_s=timeout_s, in_flight_bytes=in_flight_bytes)
-    engine.tier = device.tier
     device.engine = engine
     drop = device.drop
 

@@ -42,26 +42,41 @@ class Packing(Pending):
     """Packing that has begun: `done` is told the bytes."""
 
 
+class Slot(int):
+    """The number of a place for a copy, and its tier."""
+
+    tier = "disk"
+
+
 class ScriptedDevice:
     """See penstock.runtime.devices.Device.
 
     random    decides which copy is over next, and which are over before their call returns
     trouble   probability that a call fails: no space, no memory now, an error at once
+    host_slots   of a host tier
     pending   copies that have begun
     """
 
     place_text = "the disk of the test"
 
     def __init__(
-        self, seed: int = 0, *, anywhere: bool = True, trouble: float = 0.0, at_once: float = 0.0
+        self,
+        seed: int = 0,
+        *,
+        anywhere: bool = True,
+        trouble: float = 0.0,
+        at_once: float = 0.0,
+        host_slots: int = 0,
     ) -> None:
+        self.tiers = ("host", "disk") if host_slots else ("disk",)
+        self.host_slots = host_slots
         self.random = random.Random(seed)
         self.admits_anywhere = anywhere
         self.expands_in_place = anywhere
         self.trouble = trouble
         self.at_once = at_once
         self.pending: list[Pending] = []
-        self.slots: dict[int, bytes] = {}
+        self.slots: dict[Slot, bytes] = {}
         self.live: dict[Any, int] = {}  # bytes on the device, by key
         self.packed: dict[int, bytes] = {}  # packed on the device, by key
         self.packed_slots: set[int] = set()
@@ -89,14 +104,19 @@ class ScriptedDevice:
     def _in_trouble(self) -> bool:
         return self.random.random() < self.trouble
 
-    def reserve(self, managed: ManagedStorage, tier: str) -> int:
-        if self._in_trouble():
+    def reserve(self, managed: ManagedStorage, tier: str) -> Slot:
+        in_host = [slot for slot in self.slots if slot.tier == "host"]
+        if tier == "host" and len(in_host) == self.host_slots:
+            tier = "disk"
+        if tier == "disk" and self._in_trouble():
             raise SpillSpaceFull("the disk of the test is full")
         self._numbers += 1
-        self.slots[self._numbers] = b""
-        return self._numbers
+        slot = Slot(self._numbers)
+        slot.tier = tier
+        self.slots[slot] = b""
+        return slot
 
-    def free_slot(self, managed: ManagedStorage, slot: int) -> None:
+    def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
         assert not any(copy.managed is managed for copy in self.pending), (
             "forgotten while a copy is under way"
         )

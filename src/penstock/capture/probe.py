@@ -22,11 +22,14 @@ from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.drivers import device_of, make_driver
 from penstock.storage.aligned import AlignedBuffer, view_at
 from penstock.storage.extents import Extent
+from penstock.storage.host_memory import host_budget_bytes
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.storage.transfer import DEMAND, EVICT
+from penstock.units import parse_share
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+HOST_SIZES_BYTES, HOST_MEASURED_BYTES = SIZES_BYTES[1:5], 64 * MIB
 SURE_BYTES = MIB  # sizes up to this are measured however slow the disk is
 BATCH_BYTES = 64 * MIB
 SAMPLES = (3, 9)  # at least, at most
@@ -40,7 +43,14 @@ CODED_S = 0.03
 Rates = tuple[tuple[int, float], ...]  # (transfer bytes, bytes per second), ascending
 
 
-def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10.0) -> Hardware:
+def probe(
+    spill_dir: Directories,
+    device: str = "cpu",
+    time_budget_s: float = 10.0,
+    *,
+    host_budget: int | str | None = None,
+    host_node: int | None = None,
+) -> Hardware:
     """Measure this machine, with the tier below memory in ``spill_dir``, one directory or several, or
     a remote drive, as in `penstock.offload`.
 
@@ -52,6 +62,8 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
     The rates of bitmask-CSR are of penstock.codecs, with every other element zero; on a CPU, of one thread.
 
     device   "cpu", or a GPU such as "cuda:0"
+    host_budget, host_node   of a tier of host memory on a CPU, as in `penstock.offload`: copies to it and
+             back are measured, too. None: there is no such tier
 
     Raises DeviceUnavailable where the device is not there, SpillError where ``spill_dir`` cannot be used.
     """
@@ -59,19 +71,25 @@ def probe(spill_dir: Directories, device: str = "cpu", time_budget_s: float = 10
         raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
     target = device_of(device)
     driver = None if target.type == "cpu" else make_driver(target)
-    fields, path = _measure_disk(spill_dir, time_budget_s * (1 if driver is None else 0.8))
+    if driver is not None and (host_budget, host_node) != (None, None):
+        raise InvalidArgument(f"host_budget and host_node are for a CPU: leave them out for {device}")
+    host_bytes = 0 if host_budget is None else host_budget_bytes(parse_share(host_budget), host_node)
+    copies_s = time_budget_s * (0.2 if driver is not None else 0.15 if host_bytes else 0.0)
+    with SpillSpace(
+        spill_dir, host_bytes=HOST_MEASURED_BYTES if host_bytes else 0, host_node=host_node
+    ) as spill:
+        fields, path = _measure_spill(spill, time_budget_s - copies_s, copies_s)
     if driver is None:
-        fields |= {"device_bytes": memory_bytes(), "disk_shares_bus": False}
+        fields |= {"device_bytes": memory_bytes(), "host_bytes": host_bytes, "disk_shares_bus": False}
     else:
-        copies = _measure_copies(driver, time_budget_s * 0.2)
-        fields["measured_rates"] |= copies
-        fields |= {f"{link}_latency_s": points[0][0] / points[0][1] for link, points in copies.items()}
+        fields["measured_rates"] |= _measure_copies(driver, copies_s)
         fields |= {
             "device_bytes": driver.total_bytes,
             "host_bytes": available_bytes(),
             "copy_overhead_s": 0.0,
         }
     for link, points in fields["measured_rates"].items():
+        fields.setdefault(f"{link}_latency_s", points[0][0] / points[0][1])
         fields[f"{link}_bytes_per_s"] = points[-1][1]
     compress_bytes_per_s, expand_bytes_per_s = _measure_codec(target, "csr")
     return Hardware(
@@ -111,9 +129,13 @@ class _Batches:
         source: AlignedBuffer,
         target: AlignedBuffer,
         share_s: float,
+        in_host: bool = False,
     ) -> None:
-        """A batch takes a small part of ``share_s``, if the disk is not too slow for that."""
-        self.spill = spill
+        """A batch takes a small part of ``share_s``, if the disk is not too slow for that.
+
+        in_host   the extents are of host memory
+        """
+        self.spill, self._in_host = spill, in_host
         self.size_bytes = size_bytes
         self.buffers = {"write": source, "read": target}
         self.extents: list[Extent] = []
@@ -127,7 +149,10 @@ class _Batches:
             raise
 
     def _add(self) -> None:
-        self.extents.append(self.spill.allocate(self.size_bytes))
+        if not self._in_host:
+            self.extents.append(self.spill.allocate(self.size_bytes))
+        elif (extent := self.spill.try_allocate_host(self.size_bytes)) is not None:
+            self.extents.append(extent)
 
     def close(self) -> None:
         for extent in self.extents:
@@ -198,42 +223,60 @@ def _samples(until_s: float) -> Iterator[int]:
         yield sample
 
 
-def _measure_disk(directories: Directories, budget_s: float) -> tuple[dict[str, Any], str]:
-    """What was measured of the spill space, as fields of Hardware, and how it is reached."""
+def _measure_spill(spill: SpillSpace, budget_s: float, host_s: float) -> tuple[dict[str, Any], str]:
+    """What was measured of the spill space, as fields of Hardware, and how it is reached.
+
+    host_s   time to take for its host memory, if it has any
+    """
     source, target = AlignedBuffer(SIZES_BYTES[-1]), AlignedBuffer(SIZES_BYTES[-1])
     source.view()[:] = np.random.default_rng(0).bytes(source.size_bytes)
     target.view()[:] = source.view()  # touched before it is timed
     write: list[tuple[int, float]] = []
     read: list[tuple[int, float]] = []
     start_s = time.perf_counter()
-    with SpillSpace(directories) as spill:
-        fields: dict[str, Any] = {"disk_bytes": spill.free_bytes}
-        share_s = budget_s / (len(SIZES_BYTES) + 1)
-        for index, size in enumerate(SIZES_BYTES):
-            until_s = start_s + share_s * (index + 1)
-            if size > SURE_BYTES and not _affordable(size, write, read, start_s + budget_s):
-                break
-            try:
-                batches = _Batches(spill, size, source, target, share_s)
-            except SpillSpaceFull:
-                if not write:
-                    raise
-                break
-            batches.time_s("write", batches.extents)  # space that was never written is slower
-            half_s = (time.perf_counter() + until_s) / 2
-            write.append((size, batches.rate_bytes_per_s("write", half_s)))
-            read.append((size, batches.rate_bytes_per_s("read", until_s)))
-            if index == 0:
-                for kind in ("write", "read"):
-                    fields[f"disk_{kind}_latency_s"] = batches.latency_s(kind, until_s)
-            if size == STARTED_BYTES:
-                fields["copy_overhead_s"] = batches.overhead_s()
-            if size in (SURE_BYTES, DUPLEX_BYTES):
-                fields["duplex"] = _duplex(batches, write[-1][1], read[-1][1])
+    fields: dict[str, Any] = {"disk_bytes": spill.free_bytes}
+    share_s = budget_s / (len(SIZES_BYTES) + 1)
+    for index, size in enumerate(SIZES_BYTES):
+        until_s = start_s + share_s * (index + 1)
+        if size > SURE_BYTES and not _affordable(size, write, read, start_s + budget_s):
+            break
+        try:
+            batches = _Batches(spill, size, source, target, share_s)
+        except SpillSpaceFull:
+            if not write:
+                raise
+            break
+        _measure_size(batches, until_s, write, read)
+        if index == 0:
+            for kind in ("write", "read"):
+                fields[f"disk_{kind}_latency_s"] = batches.latency_s(kind, until_s)
+        if size == STARTED_BYTES:
+            fields["copy_overhead_s"] = batches.overhead_s()
+        if size in (SURE_BYTES, DUPLEX_BYTES):
+            fields["duplex"] = _duplex(batches, write[-1][1], read[-1][1])
+        _verify(batches, source, target)
+        batches.close()
+    rates = fields["measured_rates"] = {"disk_write": tuple(write), "disk_read": tuple(read)}
+    if spill.has_host:
+        out: list[tuple[int, float]] = []
+        back: list[tuple[int, float]] = []
+        for size in HOST_SIZES_BYTES:
+            batches = _Batches(spill, size, source, target, host_s, in_host=True)
+            _measure_size(batches, time.perf_counter() + host_s / len(HOST_SIZES_BYTES), out, back)
             _verify(batches, source, target)
             batches.close()
-        fields["measured_rates"] = {"disk_write": tuple(write), "disk_read": tuple(read)}
-        return fields, f"disk by {'direct I/O' if spill.direct else 'through the page cache'}"
+        rates |= {"device_to_host": tuple(out), "host_to_device": tuple(back)}
+    return fields, f"disk by {'direct I/O' if spill.direct else 'through the page cache'}"
+
+
+def _measure_size(
+    batches: _Batches, until_s: float, write: list[tuple[int, float]], read: list[tuple[int, float]]
+) -> None:
+    """Add the rates of transfers of one size."""
+    batches.time_s("write", batches.extents)  # space that was never written is slower
+    half_s = (time.perf_counter() + until_s) / 2
+    write.append((batches.size_bytes, batches.rate_bytes_per_s("write", half_s)))
+    read.append((batches.size_bytes, batches.rate_bytes_per_s("read", until_s)))
 
 
 def _affordable(

@@ -147,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
     probe = _command(names, "probe", "machine.probe", "measure this machine")
     _spill_dir(probe, "measure", remote=True)
     _options(probe, RUN, "device", default="cpu")
+    _options(probe, RUN, "host_budget", "host_node")
     _time_limit(probe, 10.0)
     _output_option(probe, "hardware.json")
 
@@ -199,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
     machine = run.add_argument_group(MEMORY)
     _options(machine, RUN, "device_budget", required=True)
     _spill_dir(machine, "use", remote=True)
-    _options(machine, RUN, "host_budget", "disk_budget")
+    _options(machine, RUN, "host_budget", "host_node", "disk_budget")
     _options(machine, RUN, "device", default="cpu")
     _options(machine, RUN, "hardware")
     _options(run.add_argument_group(PLANNING), RUN, "plan", *options_of(PlanOptions))

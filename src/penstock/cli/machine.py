@@ -24,7 +24,13 @@ from penstock.units import format_bytes, format_rate
 
 def probe(options: Namespace) -> Answer:
     directories = options.spill_dir or [Path(default_spill_dir())]
-    hardware = penstock.probe(directories, device=options.device, time_budget_s=options.time_limit)
+    hardware = penstock.probe(
+        directories,
+        device=options.device,
+        time_budget_s=options.time_limit,
+        host_budget=options.host_budget,
+        host_node=options.host_node,
+    )
     with writing(options.output):
         hardware.save(options.output)
     links = [link for link in LINKS if link in hardware.measured_rates]
@@ -39,7 +45,9 @@ def probe(options: Namespace) -> Answer:
     ]
     text = (
         f"{hardware.name}\n"
-        f"device {format_bytes(hardware.device_bytes)}, disk {format_bytes(hardware.disk_bytes)} free in "
+        f"device {format_bytes(hardware.device_bytes)}, "
+        f"{f'host {format_bytes(hardware.host_bytes)}, ' if hardware.host_bytes else ''}"
+        f"disk {format_bytes(hardware.disk_bytes)} free in "
         f"{', '.join(map(str, directories))}; both directions at once: {hardware.duplex:.0%} of the rate each"
     )
     table = Table(("transfer", *(link.replace("_", " ") for link in links)), rows)

@@ -27,8 +27,8 @@ CODERS = ("compress", "expand")  # have rates as links do
 class Hardware(files.Saved):
     """Capacities in bytes, rates in bytes per second, latencies in seconds.
 
-    On a CPU the device is the RAM budget, there is no host tier (``host_bytes=0``, host rates
-    0) and the disk is the next tier, reached directly (``disk_shares_bus=False``).
+    On a CPU the device is the RAM budget. The host is memory beside it, where there is such a tier
+    (else ``host_bytes=0``), and the disk is reached directly (``disk_shares_bus=False``).
 
     disk_shares_bus   disk traffic also crosses the link between device and host. Where both a disk
                       and a host transfer use it in one direction, the disk's gets its own rate, but at
@@ -136,18 +136,22 @@ class Hardware(files.Saved):
     def require_rates(self) -> None:
         """Raise InvalidArgument where a tier has room, but a link there or back has no rate."""
         for tier in TIERS[1:]:
-            if self.capacity_bytes(tier) <= 0:
-                continue
-            missing = [
-                link
-                for link in dict.fromkeys((*self.evict_links(tier), *self.prefetch_links(tier)))
-                if not self.measured_rates.get(link) and self.rate_bytes_per_s(link) <= 0
-            ]
-            if missing:
+            if self.capacity_bytes(tier) > 0 and (missing := self._without_rate(tier)):
                 raise InvalidArgument(
                     f"{tier} cannot be reached: {' and '.join(f'{link}_bytes_per_s' for link in missing)} "
                     f"{'are' if len(missing) > 1 else 'is'} 0. Give a rate, or {tier}_bytes=0 to leave it out"
                 )
+
+    def reaches(self, tier: str) -> bool:
+        """Whether the links there and back have rates."""
+        return not self._without_rate(tier)
+
+    def _without_rate(self, tier: str) -> list[str]:
+        return [
+            link
+            for link in dict.fromkeys((*self.evict_links(tier), *self.prefetch_links(tier)))
+            if not self.measured_rates.get(link) and self.rate_bytes_per_s(link) <= 0
+        ]
 
     def capacity_bytes(self, tier: str) -> int:
         return int(getattr(self, f"{tier}_bytes"))

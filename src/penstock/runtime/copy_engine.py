@@ -9,11 +9,12 @@ One file, since it is one state machine, which tests/model runs in every order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ class CopyEngine:
     budget_bytes      of the device
     victims           storages in the order in which they should leave, where nothing is planned
     timeout_s         a wait in which no copy completes for so long ends with SpillError
-    in_flight_bytes   most bytes of copies that have begun, each way; a larger storage goes alone
+    in_flight_bytes   most bytes of copies that have begun, each way of each tier; a larger storage goes alone
     waits, moved      since `begin_step`
     failed_prefetches   how many; they are tried again when they are needed
     prefetch_error      why the first of them failed
@@ -94,8 +95,8 @@ class CopyEngine:
         self._changed = threading.Condition(self.lock)
         self._evictions: deque[ManagedStorage] = deque()  # that have not begun
         self.prefetches: deque[ManagedStorage] = deque()
-        self._out_bytes = 0  # in flight
-        self._in_bytes = 0
+        self._out: Counter[str] = Counter()  # bytes in flight, by tier
+        self._in: Counter[str] = Counter()
         self._freeing_bytes = 0  # of what is leaving, and released when its copy is complete
         self.memory = device.memory
         self.memory.budget_bytes = budget_bytes
@@ -106,7 +107,7 @@ class CopyEngine:
         # Of the prefetch that the device had no memory for: bytes, and the device's bytes in use then.
         self._refused: tuple[int, int] | None = None
         self._error: PenstockError | None = None
-        self.tier = "disk"  # where evictions that nothing planned go
+        self._tiers = device.tiers
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
         self.failed_prefetches = 0
@@ -121,6 +122,19 @@ class CopyEngine:
     def in_flight_bytes(self) -> tuple[int, int]:
         """Of copies that have begun: out of the device, and into it."""
         return self._out_bytes, self._in_bytes
+
+    @property
+    def _out_bytes(self) -> int:
+        return sum(self._out.values())
+
+    @property
+    def _in_bytes(self) -> int:
+        return sum(self._in.values())
+
+    def _tier(self, managed: ManagedStorage) -> str:
+        """Of its copy."""
+        several = len(self._tiers) > 1 and managed.slot is not None
+        return str(managed.slot.tier) if several else self._tiers[-1]
 
     @property
     def stall_s(self) -> float:
@@ -167,6 +181,8 @@ class CopyEngine:
             return
         if managed.state != RESIDENT or not managed.movable:
             return
+        if managed.slot is not None and tier in self._tiers and not managed.pins:
+            self._move_slot(managed, tier)
         if managed.clean:
             if release:
                 self._release(managed)
@@ -175,7 +191,7 @@ class CopyEngine:
         if storage is None or managed.pins:  # a kernel of another thread may be about to write to it
             return
         if managed.slot is None:
-            managed.slot = self._reserve(managed, tier or self.tier)
+            managed.slot = self._reserve(managed, tier or self._tiers[0])
         managed.state = LEAVING
         managed.void = False
         managed.hold = storage
@@ -185,13 +201,14 @@ class CopyEngine:
             self._queue(managed)
             self._pump()
             return
-        self._out_bytes += managed.size_bytes
+        tier = self._tier(managed)
+        self._out[tier] += managed.size_bytes
         try:
             self._device.pack(
-                managed, storage, codec, packs, functools.partial(self._packed, managed, writes)
+                managed, storage, codec, packs, functools.partial(self._packed, managed, tier, writes)
             )
         except BaseException:
-            self._out_bytes -= managed.size_bytes
+            self._out[tier] -= managed.size_bytes
             self._stay(managed)
             raise
 
@@ -209,10 +226,10 @@ class CopyEngine:
             managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
         managed.hold = None
 
-    def _packed(self, managed: ManagedStorage, writes: bool, packed_bytes: int) -> None:
+    def _packed(self, managed: ManagedStorage, tier: str, writes: bool, packed_bytes: int) -> None:
         """It is compressed, on the device, and leaves with that; 0: it was not worth it."""
         with self.lock:
-            self._out_bytes -= managed.size_bytes
+            self._out[tier] -= managed.size_bytes
             storage = managed.hold
             assert storage is not None
             leaves = managed.freeing_bytes and not managed.void and not managed.pins
@@ -243,7 +260,7 @@ class CopyEngine:
             self._packed_gone(managed)
         elif (storage := managed.storage()) is not None:
             if managed.slot is None:
-                managed.slot = self._reserve(managed, self.tier)
+                managed.slot = self._reserve(managed, self._tiers[0])
             managed.writing, managed.void, managed.hold = True, False, storage
             self._mark_released(managed)
             self._queue(managed)
@@ -254,11 +271,16 @@ class CopyEngine:
         managed.packed_bytes = 0
 
     def _written(
-        self, managed: ManagedStorage, size_bytes: int, error: PenstockError | None, moved: Sequence[Moved]
+        self,
+        managed: ManagedStorage,
+        tier: str,
+        size_bytes: int,
+        error: PenstockError | None,
+        moved: Sequence[Moved],
     ) -> None:
         """Packed bytes are in the slot. Where that failed they stay on the device."""
         with self.lock:
-            self._out_bytes -= size_bytes
+            self._out[tier] -= size_bytes
             release = managed.freeing_bytes > 0
             self._unmark_released(managed)
             managed.writing = False
@@ -282,23 +304,48 @@ class CopyEngine:
 
     def _reserve(self, managed: ManagedStorage, tier: str) -> Any:
         try:
-            return self._device.reserve(managed, tier)
+            slot = self._device.reserve(managed, tier)
         except SpillSpaceFull:
             if not self._drop_copies():
                 raise
-        return self._device.reserve(managed, tier)
+            return self._device.reserve(managed, tier)
+        if len(self._tiers) > 1 and slot.tier != tier and self._drop_copies(tier):
+            self._device.free_slot(managed, slot)
+            slot = self._device.reserve(managed, tier)
+        return slot
 
-    def _drop_copies(self) -> bool:
-        """Give up copies of what is on the device too. Whether there were any."""
+    def _drop_copies(self, outdated_on: str | None = None) -> bool:
+        """Give up copies of what is on the device too. Whether there were any.
+
+        outdated_on   only those on that tier that do not count any more
+        """
         dropped = False
         for managed in self.victims():
-            if managed.state == RESIDENT and managed.slot is not None:
-                managed.clean = False
-                self._device.will_write(managed)
-                self._device.free_slot(managed, managed.slot)
-                managed.slot = None
+            if managed.state != RESIDENT or managed.slot is None or managed.writing:
+                continue
+            if outdated_on is None or (not managed.clean and self._tier(managed) == outdated_on):
+                self._drop_copy(managed)
                 dropped = True
         return dropped
+
+    def _drop_copy(self, managed: ManagedStorage) -> None:
+        managed.clean = False
+        self._device.will_write(managed)
+        self._device.free_slot(managed, managed.slot)
+        managed.slot = None
+
+    def _move_slot(self, managed: ManagedStorage, tier: str) -> None:
+        """Let the next copy go to this tier where the last one, of another plan or none, is elsewhere: if
+        there is room."""
+        if self._tier(managed) == tier:
+            return
+        with contextlib.suppress(SpillSpaceFull):
+            slot = self._reserve(managed, tier)
+            if slot.tier != tier or managed.slot is None:
+                self._device.free_slot(managed, slot)
+            else:
+                self._drop_copy(managed)
+                managed.slot = slot
 
     def release(self, managed: ManagedStorage, tier: str | None = None) -> None:
         """Give the storage's memory back now if it has a copy, else as soon as it has one."""
@@ -404,13 +451,14 @@ class CopyEngine:
     def _left(
         self,
         managed: ManagedStorage,
+        tier: str,
         size_bytes: int,
         passage: _Passage,
         error: PenstockError | None,
         moved: Sequence[Moved],
     ) -> None:
         with self.lock:
-            self._out_bytes -= size_bytes
+            self._out[tier] -= size_bytes
             if self._end(managed, passage, error):
                 self._has_left(managed, error)
             self._finish(moved)
@@ -509,16 +557,17 @@ class CopyEngine:
         managed.state = COMING
         managed.hold = storage
         self.memory.reserved_bytes += size_bytes
-        self._in_bytes += size_bytes
+        tier = self._tier(managed)
+        self._in[tier] += size_bytes
         try:
             passage = _Passage()
             if size_bytes == managed.size_bytes:
                 passage = self._begin(managed, priority == DEMAND)
-            done = functools.partial(self._came, managed, priority, size_bytes, passage)
+            done = functools.partial(self._came, managed, tier, priority, size_bytes, passage)
             self._device.copy_in(managed, storage, priority, done)
         except BaseException:
             self._passages.pop(managed, None)
-            self._in_bytes -= size_bytes
+            self._in[tier] -= size_bytes
             managed.state = AWAY
             managed.hold = None
             self._device.give_up(managed, storage)
@@ -542,6 +591,7 @@ class CopyEngine:
     def _came(
         self,
         managed: ManagedStorage,
+        tier: str,
         priority: int,
         size_bytes: int,
         passage: _Passage,
@@ -549,7 +599,7 @@ class CopyEngine:
         moved: Sequence[Moved],
     ) -> None:
         with self.lock:
-            self._in_bytes -= size_bytes
+            self._in[tier] -= size_bytes
             if self._end(managed, passage, error):
                 self._has_come(managed, size_bytes, error, priority)
             self._finish(moved)
@@ -705,15 +755,23 @@ class CopyEngine:
             self._pumping = False
 
     def _start_prefetches(self) -> None:
-        while self.prefetches:
-            managed = self.prefetches[0]
+        """In their order, but what waits for its link lets those pass that come by another one, and leave the
+        room that it needs."""
+        place = passed_bytes = 0
+        full: set[str] = set()
+        while place < len(self.prefetches):
+            managed = self.prefetches[place]
             if (
                 managed.state == AWAY and managed.queued and not managed.packed_bytes and not managed.pins
             ):  # else who uses it demands it
                 size_bytes = self._arriving_bytes(managed, PREFETCH)
-                if self._in_bytes and self._in_bytes + size_bytes > self._most_in_flight_bytes:
-                    return
-                while not self.fits(size_bytes):
+                if not self._may_begin(managed, size_bytes, self._in, full):
+                    if len(full) == len(self._tiers):
+                        return
+                    passed_bytes += size_bytes
+                    place += 1
+                    continue
+                while not self.fits(passed_bytes + size_bytes):
                     if not self.join_one_that_leaves():
                         return
                 if self._would_be_refused(size_bytes):
@@ -722,8 +780,18 @@ class CopyEngine:
                     self._refused = size_bytes, self._device.in_memory_bytes()
                     return
                 self._refused = None
-            self.prefetches.popleft()
+            del self.prefetches[place]
             managed.queued = False
+
+    def _may_begin(
+        self, managed: ManagedStorage, size_bytes: int, in_flight: Counter[str], full: set[str]
+    ) -> bool:
+        """Whether the copy has its turn on the link of its tier; where not, none behind it has."""
+        tier = self._tier(managed)
+        held_bytes = in_flight[tier]
+        if tier in full or (held_bytes and held_bytes + size_bytes > self._most_in_flight_bytes):
+            full.add(tier)
+        return tier not in full
 
     def _would_be_refused(self, size_bytes: int) -> bool:
         """Whether the device had no memory for a prefetch of so many bytes or fewer, and as many have not
@@ -735,25 +803,29 @@ class CopyEngine:
         return size_bytes >= refused_bytes and self._device.in_memory_bytes() + size_bytes > used_bytes
 
     def _start_evictions(self) -> None:
-        while self._evictions:
-            managed = self._evictions[0]
+        place = 0
+        full: set[str] = set()
+        while place < len(self._evictions) and len(full) < len(self._tiers):
+            managed = self._evictions[place]
             size_bytes = managed.packed_bytes or managed.size_bytes
-            if self._out_bytes and self._out_bytes + size_bytes > self._most_in_flight_bytes:
-                return
-            self._evictions.popleft()
+            if not self._may_begin(managed, size_bytes, self._out, full):
+                place += 1
+                continue
+            del self._evictions[place]
             managed.queued = False
             storage = managed.hold
             assert storage is not None
-            self._out_bytes += size_bytes
+            tier = self._tier(managed)
+            self._out[tier] += size_bytes
             if managed.writing:
-                done = functools.partial(self._written, managed, size_bytes)
+                done = functools.partial(self._written, managed, tier, size_bytes)
             else:
-                done = functools.partial(self._left, managed, size_bytes, self._begin(managed))
+                done = functools.partial(self._left, managed, tier, size_bytes, self._begin(managed))
             try:
                 self._device.copy_out(managed, storage, done)
             except BaseException:
                 self._passages.pop(managed, None)
-                self._out_bytes -= size_bytes
+                self._out[tier] -= size_bytes
                 self._stay(managed)
                 raise
 

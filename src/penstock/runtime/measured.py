@@ -65,13 +65,13 @@ class MeasuredSteps:
             "stall_s": statistics.median(self.stalls_s or [last.stall_s]),
             "clock_s": statistics.median(self.clock_s or [last.clock_s]),
             "operators": last.operators,
-            "evicted_bytes": moved_bytes(moved, device.evict_link) + last.swapped_out_bytes,
-            "loaded_bytes": moved_bytes(moved, device.prefetch_link) + last.swapped_in_bytes,
+            "evicted_bytes": moved_bytes(moved, *device.evict_links) + last.swapped_out_bytes,
+            "loaded_bytes": moved_bytes(moved, *device.prefetch_links) + last.swapped_in_bytes,
             "disk_written_bytes": moved_bytes(moved, "disk_write") + last.swapped_out_bytes,
             "recomputed_bytes": last.recomputed_bytes,
             "recompute_s": last.recompute_s,
             "unrecomputed": last.unrecomputed,
-            "moved_bytes_by_kind": moved_bytes_by_kind(moved, device.evict_link),
+            "moved_bytes_by_kind": moved_bytes_by_kind(moved, *device.evict_links),
             "rates_bytes_per_s": rates(moved),
         }
 
@@ -88,16 +88,16 @@ def rates(moved: Sequence[Moved]) -> dict[str, float]:
     return rates
 
 
-def moved_bytes(moved: Sequence[Moved], link: str) -> int:
-    """Bytes that crossed a link."""
-    return sum(transfer.size_bytes for transfer in moved if transfer.link == link)
+def moved_bytes(moved: Sequence[Moved], *links: str) -> int:
+    """Bytes that crossed these links."""
+    return sum(transfer.size_bytes for transfer in moved if transfer.link in links)
 
 
-def moved_bytes_by_kind(moved: Sequence[Moved], link: str) -> dict[str, int]:
-    """Bytes that crossed a link, by kind of tensor."""
+def moved_bytes_by_kind(moved: Sequence[Moved], *links: str) -> dict[str, int]:
+    """Bytes that crossed these links, by kind of tensor."""
     totals = dict.fromkeys(("weight", "gradient", "optimizer_state", "activation"), 0)
     for transfer in moved:
-        if transfer.link == link:
+        if transfer.link in links:
             kind = KINDS[transfer.kind] if transfer.kind >= 0 else "activation"
             totals[kind if kind in totals else "activation"] += transfer.size_bytes
     return totals

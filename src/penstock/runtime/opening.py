@@ -30,15 +30,12 @@ from penstock.runtime.micro_batches import AUTO, Splitter
 from penstock.runtime.requirements import require_torch
 from penstock.runtime.run import Offload
 from penstock.runtime.steps import StepKinds
+from penstock.storage.host_memory import host_budget_bytes
 from penstock.storage.nvme.url import Url
 from penstock.storage.spill import SpillSpace, as_paths
 from penstock.units import format_bytes, format_bytes_up, share_bytes
 
 PROBE_S = 2.0
-
-NO_HOST_TIER = (
-    "host_budget has no effect on a CPU: its memory is the device's, and what leaves that goes to disk"
-)
 
 logger = logging.getLogger("penstock")
 
@@ -50,6 +47,7 @@ def open_run(
     device_budget: int | str,
     spill_dir: Directories | None,
     host_budget: int | str | None,
+    host_node: int | None,
     disk_budget: int | None,
     device: str | torch.device | None,
     plan: Plan | None,
@@ -93,27 +91,31 @@ def open_run(
         held_bytes = _bytes_of(model, optimizer) if on_cpu else 0
         resident_before_bytes = resident.resident_bytes() - held_bytes
         device_budget = device_budget_bytes(device_budget, name, held_bytes, processes)
+        host_bytes = _host_bytes(name, host_budget, host_node)
         if on_cpu:
-            _warn_if_memory_ends_before(device_budget, held_bytes)
-            if host_budget is not None:
-                logger.warning(NO_HOST_TIER)
+            _warn_if_memory_ends_before(device_budget, host_bytes or 0, held_bytes)
         # Before the run opens the spill space: only one run can have a namespace.
         probed = hardware is None
-        machine = _probe_together(spill_dirs, name, processes) if hardware is None else hardware
-        accelerator = device_name(str(name))
+        machine = hardware or _probe_together(
+            spill_dirs, name, processes, host_budget=host_bytes if on_cpu else None, host_node=host_node
+        )
+        host_bytes = (machine.host_bytes // 8 if host_bytes is None else host_bytes) // processes
+        if on_cpu and host_bytes and not machine.reaches("host"):
+            raise InvalidArgument(
+                "host_budget is given, and hardware does not say how fast host memory is: measure it with "
+                "penstock.probe(host_budget=...), or leave out hardware"
+            )
         spill = SpillSpace(
-            spill_dirs, io, capacity_bytes=disk_budget, accelerator=accelerator, gpu=not on_cpu
+            spill_dirs,
+            io,
+            capacity_bytes=disk_budget,
+            host_bytes=host_bytes if on_cpu else 0,
+            host_node=host_node,
+            accelerator=device_name(str(name)),
+            gpu=not on_cpu,
         )
         undo.callback(spill.close)
-        left_bytes = available_bytes()
-        host_bytes = (
-            machine.host_bytes // 8
-            if host_budget is None
-            else share_bytes(host_budget, left_bytes, left_bytes)
-        )
-        made, host_tier_bytes = _make_device(
-            name, spill, device_budget, 0 if on_cpu else host_bytes // processes
-        )
+        made, host_tier_bytes = _make_device(name, spill, device_budget, host_bytes)
         undo.callback(made.close)
         ranks.share_io_costs(spill, io.explorers)
         hardware = replace(
@@ -128,8 +130,6 @@ def open_run(
         if plan is not None:
             kinds.follow_given(plan)
         run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)
-        if on_cpu and host_budget is not None:
-            run.notes = (NO_HOST_TIER,)
         try:
             for tensor, kind in _known_tensors(model, optimizer):
                 run._clock.know(tensor, kind)
@@ -155,10 +155,22 @@ def _system_errors_hidden() -> Iterator[None]:
         raise error from None  # its text contains the system's error
 
 
-def _probe_together(spill_dirs: Sequence[Path | Url], device: torch.device, processes: int) -> Hardware:
+def _probe_together(
+    spill_dirs: Sequence[Path | Url],
+    device: torch.device,
+    processes: int,
+    host_budget: int | None,
+    host_node: int | None,
+) -> Hardware:
     """Probe the machine in all its processes at the same time, for the rates that each gets meanwhile."""
     together = ranks.wait_for_local_ranks(processes)
-    machine = probe(spill_dirs, device=str(device), time_budget_s=PROBE_S)
+    machine = probe(
+        spill_dirs,
+        device=str(device),
+        time_budget_s=PROBE_S,
+        host_budget=host_budget or None,
+        host_node=host_node if host_budget else None,
+    )
     return (
         machine
         if together
@@ -179,14 +191,32 @@ def device_budget_bytes(
     return share_bytes(budget, driver.total_bytes, driver.free_bytes + driver.memory().reserved_bytes)
 
 
-def _warn_if_memory_ends_before(budget_bytes: int, held_bytes: int) -> None:
-    """Warn where the budget exceeds the memory that is left. ``held_bytes`` of it are in use already."""
+def _host_bytes(device: torch.device, budget: int | str | None, node: int | None) -> int | None:
+    """Bytes of a budget of host memory. None: what the machine has decides."""
+    if device.type == "cpu":
+        if budget is None and node is not None:
+            raise InvalidArgument(
+                f"host_node is {node}, and there is no host_budget: say how much memory of it to use"
+            )
+        return 0 if budget is None else host_budget_bytes(budget, node)
+    if node is not None:
+        raise InvalidArgument(
+            f"host_node is {node}, and {device} copies to pinned memory wherever its driver has it: leave "
+            "host_node out, or run the process on that node (numactl)"
+        )
+    left_bytes = available_bytes()
+    return None if budget is None else share_bytes(budget, left_bytes, left_bytes)
+
+
+def _warn_if_memory_ends_before(budget_bytes: int, host_bytes: int, held_bytes: int) -> None:
+    """Warn where the budgets exceed the memory that is left. ``held_bytes`` of it are in use already."""
     left_bytes = available_bytes() + held_bytes
-    if budget_bytes > left_bytes:
+    if budget_bytes + host_bytes > left_bytes:
         logger.warning(
-            "device_budget is %s, and %s of memory can be had here: the system may end this process before "
+            "device_budget is %s%s, and %s of memory can be had here: the system may end this process before "
             "the budget is full. Lower it, or raise the limit of the container",
             format_bytes(budget_bytes),
+            f" and host_budget {format_bytes(host_bytes)}" if host_bytes else "",
             format_bytes(left_bytes),
         )
 
@@ -196,7 +226,7 @@ def _make_device(
 ) -> tuple[Device, int]:
     """The device, and bytes of the host tier below it."""
     if name.type == "cpu":
-        return CpuDevice(spill, budget_bytes), 0
+        return CpuDevice(spill, budget_bytes), host_bytes
     left_bytes = available_bytes()
     if host_bytes > left_bytes:
         raise InvalidArgument(

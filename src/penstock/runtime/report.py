@@ -24,6 +24,9 @@ class Report:
     predicted_peak_bytes    what the simulator said of the plan in force
     peak_resident_bytes     most resident bytes of the process, less those before the model was
                             built (its weights counted in), measured; 0 where not known
+    predicted_step_s        what the simulator says of the plan in force, with kernel times as they are in whole steps
+                            once five have followed it
+    planned_step_s          what it said when the plan was made
     minimum_bytes           smallest device budget in which the steps so far could have run, by bytes of
                             tensors and workspace. An accelerator's allocator takes whole segments, of 2 and
                             20 MiB: where these do not fit, BudgetTooSmall says what does
@@ -47,11 +50,11 @@ class Report:
     rates_bytes_per_s       of links, and of compression, in the last step
     planned_rates_bytes_per_s   of links, at their best: the plan in force was made for them
     replans                 times that a step was planned again since rates or kernel times had drifted
-    moved_bytes_by_io_path  of the whole run, between memory and disk
+    moved_bytes_by_io_path  of the whole run, between the device's memory and what is below it
     lossy                   what the plan in force rounds, in words; empty: no bit is lost
     unavailable_transports  why I/O paths are missing, by transport
     processes               of this job on this machine, which share its links, host and disk budgets
-    notes                   what was given and has no effect, and why
+    host_bytes              of host memory that the run has taken as a tier, on a CPU
     """
 
     device: str
@@ -66,6 +69,7 @@ class Report:
     peak_resident_bytes: int
     step_s: float
     predicted_step_s: float = 0.0
+    planned_step_s: float = 0.0
     stall_s: float
     predicted_stall_s: float = 0.0
     ideal_s: float
@@ -97,7 +101,7 @@ class Report:
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
     lossy: str = ""
     processes: int = 1
-    notes: tuple[str, ...] = ()
+    host_bytes: int = 0
 
     @property
     def disk_wear(self) -> DiskWear:
@@ -177,9 +181,11 @@ class Report:
             f"{format_seconds(self.clock_s / max(self.operators, 1))} a kernel; "
             f"{self.unplanned_accesses} unplanned accesses",
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)} in use"
+            f"{f'; host: {format_bytes(self.host_bytes)} in use' if self.host_bytes else ''}"
             f"{'; ' + rates if rates else ''}",
             f"  planned for {_rates_text(self.planned_rates_bytes_per_s)}; planned again {self.replans} "
-            "times, as rates or kernel times had drifted",
+            f"times, as rates or kernel times had drifted; step time predicted then: "
+            f"{format_seconds(self.planned_step_s)}",
             f"  disk wear: {self.disk_wear}",
         ]
         if self.failed_prefetches:
@@ -189,7 +195,6 @@ class Report:
                 f"  one of {self.processes} processes on this machine, which share its links: the host and "
                 "disk budgets are divided among them"
             )
-        lines += [f"  {note}" for note in self.notes]
         if self.lossy:
             lines.append(f"  {self.lossy}")
         if kinds := {kind: moved for kind, moved in self.moved_bytes_by_kind.items() if moved}:

@@ -69,7 +69,6 @@ class Offload:
         self._resident_before_bytes = resident_before_bytes
         budget_bytes = kinds.hardware.device_bytes
         self._engine = CopyEngine(device, budget_bytes, in_flight_bytes=device.in_flight_bytes)
-        self._engine.tier = device.tier
         device.engine = self._engine
         self._interrupts = Interrupts()
         smallest_bytes = parse_bytes(kinds.planning.smallest_bytes)
@@ -85,7 +84,6 @@ class Offload:
         self._swapped_before_bytes = (0, 0)
         self._time_step: Callable[[], None] | None = None
         self._warned = self._warned_of_prefetches = False
-        self.notes: tuple[str, ...] = ()  # for the report
 
     def _begin(self) -> None:
         """From now on the run has every operator of this thread."""
@@ -382,7 +380,6 @@ class Offload:
         return Report(
             device=str(self._device_name),
             processes=ranks.local_world_size(),
-            notes=self.notes,
             reason=predicted.pop("reason", "") or planner.refusal or "no plan could be made",
             memory_manager=self._device.memory_manager,
             direct_io=spill.direct,
@@ -394,6 +391,7 @@ class Offload:
             unplanned_accesses=self._device.unplanned_accesses,
             failed_prefetches=self._engine.failed_prefetches,
             disk_bytes=spill.file_bytes,
+            host_bytes=spill.host_bytes,
             moved_bytes_by_io_path={path: size for path, size in spill.moved_bytes_by_path.items() if size},
             unavailable_transports=spill.unavailable,
             steps=self._steps,

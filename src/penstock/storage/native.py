@@ -1,10 +1,11 @@
-"""Transports whose threads are native and do not need the GIL: io_uring, blocking calls, NVMe/TCP."""
+"""Transports whose threads are native and do not need the GIL: io_uring, blocking calls, copies, NVMe/TCP."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import logging
+import os
 import threading
 import time
 import weakref
@@ -82,6 +83,16 @@ class PosixTransport(NativeTransport):
 
     def __init__(self, threads: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__("blocking", 1, piece_bytes, threads, threads)
+
+
+class CopyTransport(NativeTransport):
+    """Copies to and from memory, past the caches of the processor: `File.direct` is an address. All
+    processors take part, up to four: where kernels compute on all of them, each is slowed down alike."""
+
+    methods: tuple[str, ...] = ("direct",)
+
+    def __init__(self) -> None:
+        super().__init__("blocking", 1, SLOT_BYTES, 1, min(os.cpu_count() or 1, 4))
 
 
 class NvmeTransport(NativeTransport):

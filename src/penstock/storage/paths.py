@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.errors import InvalidArgument
 from penstock.storage.gpudirect import GpuDirectTransport
-from penstock.storage.native import NvmeSpillTransport, PosixTransport, UringTransport
+from penstock.storage.native import CopyTransport, NvmeSpillTransport, PosixTransport, UringTransport
 from penstock.storage.transfer import FOR_EVER_S, Transport, TransportUnavailable
 
 logger = logging.getLogger("penstock")
@@ -33,6 +33,8 @@ GPU_TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "kvikio": GpuDirectTransport,
 }
 
+HOST_PATH = "memory copy"
+
 # The medium that each method leaves what it writes in: a method reads only what was written to the same.
 MEDIA = {
     "direct": "disk",
@@ -48,7 +50,7 @@ class IoPath(NamedTuple):
 
     name     its transport's and its method: such as "io_uring direct"
     method   what `Transfer.method` is to be
-    medium   where it leaves what it writes: "disk" or "page cache"
+    medium   where it leaves what it writes: "disk", "page cache" or "host"
     """
 
     name: str
@@ -66,9 +68,11 @@ class IoPaths:
     gpu         also those that move the memory of a GPU. Where only such are wanted, there are all
                 others too, for what the former cannot move
     transports  by name, in order of preference: REMOTE_TRANSPORTS for a namespace
+    host        also the I/O path to a tier of host memory
 
     paths       the I/O paths there are to move host memory, by name, in order of preference
     gpu_paths   those to move the memory of a GPU
+    host_paths  the one to host memory, by name, where there is one
     unavailable why transports cannot be used, by their name
 
     Raises InvalidArgument where a name is unknown, or none of the I/O paths is there.
@@ -80,8 +84,10 @@ class IoPaths:
         media: Collection[str] | None = None,
         gpu: bool = False,
         transports: Mapping[str, Callable[[], Transport]] = TRANSPORTS,
+        host: bool = False,
     ) -> None:
         self.paths: dict[str, IoPath] = {}
+        self.host_paths: dict[str, IoPath] = {}
         self.gpu_paths: dict[str, IoPath] = {}
         self.unavailable: dict[str, str] = {}
         self._wanted = None if wanted is None else list(wanted)
@@ -97,6 +103,13 @@ class IoPaths:
         self.paths = self._open(transports, None if only_gpu else self._wanted)
         nothing = self._wanted is not None and not self.paths and not self.gpu_paths
         self._check(self._open(transports, None) if nothing else ())
+        if host:
+            try:
+                self._transports.append(CopyTransport())
+            except TransportUnavailable as reason:
+                self.close()
+                raise InvalidArgument(f"host memory cannot be a tier here: {reason}") from None
+            self.host_paths[HOST_PATH] = IoPath(HOST_PATH, "direct", "host", self._transports[-1])
 
     def give_up(self, path: IoPath, reason: str) -> None:
         """Do without a path that proved unusable. Raises InvalidArgument where it was asked for by name."""

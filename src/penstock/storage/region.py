@@ -14,6 +14,7 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import Directories
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents, Stripes
 from penstock.storage.files import from_descriptor
+from penstock.storage.host_memory import HostMemory
 from penstock.storage.nvme.url import Url, is_url, parse_url
 from penstock.storage.spill_namespace import SpillNamespace
 from penstock.storage.transfer import Transfer
@@ -136,14 +137,14 @@ def _unusable(directory: Path, error: OSError) -> SpillError:
 
 
 class Region:
-    """Allocates extents of one medium, and grows the files under them.
+    """Allocates extents of one medium, and grows the files, or the memory, under them.
 
     The place of an extent is the extent itself, with one exception. A remote drive that lost its connection
     may still carry out an old write; an extent that is written again meanwhile gets another place.
 
     timeout_s      of requests to a namespace
 
-    files          one in each directory, or a namespace
+    files          one in each directory, or a namespace, or host memory
     direct         every file can bypass the page cache
     place_text     the directories, or the namespace, for messages
     written_bytes  end of what was ever written
@@ -151,10 +152,14 @@ class Region:
     """
 
     def __init__(
-        self, medium: str, places: Sequence[Path | Url], capacity_bytes: int | None, timeout_s: float = 60.0
+        self,
+        medium: str,
+        places: Sequence[Path | Url | HostMemory],
+        capacity_bytes: int | None,
+        timeout_s: float = 60.0,
     ) -> None:
         self.extents = Extents(capacity_bytes, space=medium)
-        self.files: list[SpillFile | SpillNamespace] = []
+        self.files: list[SpillFile | SpillNamespace | HostMemory] = []
         self.written_bytes = 0
         self.checksums: dict[int, tuple[int, int]] = {}
         self._places: dict[Extent, Extent] = {}  # of extents that were moved
@@ -164,9 +169,10 @@ class Region:
         self._backed_bytes = 0  # end of what is allocated in the files
         try:
             for place in places:
-                self.files.append(
-                    SpillNamespace(place, timeout_s) if isinstance(place, Url) else SpillFile(place)
-                )
+                if isinstance(place, Url):
+                    self.files.append(SpillNamespace(place, timeout_s))
+                else:
+                    self.files.append(SpillFile(place) if isinstance(place, Path) else place)
         except BaseException:
             self.close()
             raise
@@ -224,7 +230,9 @@ class Region:
         capacity_bytes = self.extents.capacity_bytes
         return capacity_bytes is None or self.extents.used_bytes + size_bytes <= capacity_bytes
 
-    def runs(self, place: Extent, size_bytes: int) -> list[tuple[SpillFile | SpillNamespace, int, int, int]]:
+    def runs(
+        self, place: Extent, size_bytes: int
+    ) -> list[tuple[SpillFile | SpillNamespace | HostMemory, int, int, int]]:
         """The contiguous parts of a place: file, offset in the file, offset in the place, bytes."""
         return [
             (self.files[file], self.files[file].begin + offset, begin, size)

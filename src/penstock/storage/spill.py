@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -19,6 +20,7 @@ from penstock.storage.cost_sharing import CostSharing
 from penstock.storage.costs import Tables, add_tables, device_kind, read_tables
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.files import Closing
+from penstock.storage.host_memory import HostMemory
 from penstock.storage.nvme.url import Url
 from penstock.storage.paths import REMOTE_TRANSPORTS, TRANSPORTS, IoPath, IoPaths
 from penstock.storage.queue import CLOSED, Queue
@@ -48,6 +50,8 @@ class SpillSpace(Closing):
                     URL of one namespace of a remote drive
     options         how tensors move
     capacity_bytes  most bytes on disk, None for as many as the disks hold
+    host_bytes      of a tier of host memory, beside the disk; 0 for none
+    host_node       NUMA node of that memory; None: any
     accelerator     what computes, by name: I/O cost tables are kept apart by it
     gpu             also look for an I/O path between the memory of a GPU and the disk
     timeout_s       the disk hangs where no transfer ends for so long: then what waits for its turn
@@ -60,6 +64,7 @@ class SpillSpace(Closing):
                         none. It is not among ``paths``: who has the memory chooses it
     gpu_direct_only     no other I/O path was wanted
     choices             that one, and those made by `new_choice`, by name
+    has_host            there is a tier of host memory. Its one I/O path is not among ``paths``
     device_kind         what the directories lie on, and what computes
     lock                of the choices
     direct, place_text  as of Region
@@ -73,6 +78,8 @@ class SpillSpace(Closing):
         options: IoOptions = IoOptions(),
         *,
         capacity_bytes: int | None = None,
+        host_bytes: int = 0,
+        host_node: int | None = None,
         accelerator: str = "cpu",
         gpu: bool = False,
         timeout_s: float = TIMEOUT_S,
@@ -97,7 +104,9 @@ class SpillSpace(Closing):
             media=None if page_cache_bytes else ("disk",),
             gpu=gpu and not remote,
             transports=REMOTE_TRANSPORTS if remote else TRANSPORTS,
+            host=host_bytes >= ALIGNMENT_BYTES,
         )
+        self.has_host = bool(self._io.host_paths)
         self.paths, self.unavailable = self._io.paths, self._io.unavailable
         self._regions: dict[str, Region] = {}
         self._swap: SpillFile | None = None
@@ -115,13 +124,15 @@ class SpillSpace(Closing):
                 copying=[path.name for path in self.paths.values() if path.method == "staged"],
             )
             self._gpu_path = self._usable_gpu_path()
+            if self.has_host:
+                self._regions["host"] = Region("host", [HostMemory(host_bytes, host_node)], host_bytes)
         except BaseException:
             self._close_files()
             self._io.close()
             raise
         self.direct, self.place_text = self._regions["disk"].direct, self._regions["disk"].place_text
         self.gpu_direct_only = self.gpu_direct is not None and set(wanted or ()) == {self.gpu_direct}
-        self.moved_bytes_by_path: dict[str, int] = dict.fromkeys((*self.paths, *self._io.gpu_paths), 0)
+        self.moved_bytes_by_path = dict.fromkeys((*self.paths, *self._io.gpu_paths, *self._io.host_paths), 0)
         self.written_bytes = self.read_bytes = 0
         self._queue = Queue(timeout_s, self._error, self._record, self.hang_error)
         self.lock = self._queue.lock
@@ -137,14 +148,22 @@ class SpillSpace(Closing):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the extents in use."""
-        return sum(region.extents.used_bytes for region in self._regions.values())
+        """Bytes of the extents in use on disk."""
+        return sum(region.extents.used_bytes for region in self._on_disk())
 
     @property
     def file_bytes(self) -> int:
         """Bytes the spill files occupy on disk."""
-        extents = sum(file.size_bytes for region in self._regions.values() for file in region.files)
+        extents = sum(file.size_bytes for region in self._on_disk() for file in region.files)
         return extents + self._swap_bytes()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory in use."""
+        return self._regions["host"].files[0].size_bytes if self.has_host else 0
+
+    def _on_disk(self) -> list[Region]:
+        return [region for medium, region in self._regions.items() if medium != "host"]
 
     @property
     def free_bytes(self) -> int:
@@ -199,6 +218,13 @@ class SpillSpace(Closing):
             self._chosen[extent] = name, self.choice.explores
             return extent
 
+    def try_allocate_host(self, size_bytes: int) -> Extent | None:
+        """Space in host memory; None where there is no room, or no such tier."""
+        with self.lock, contextlib.suppress(SpillSpaceFull):
+            self._check_open()
+            return self._regions["host"].allocate(size_bytes) if self.has_host else None
+        return None
+
     def release(self, extent: Extent) -> None:
         """Take the space back. No transfer of the extent may be in flight."""
         with self.lock:
@@ -221,7 +247,7 @@ class SpillSpace(Closing):
 
         address    of the memory; a multiple of 4096 spares a copy
         keep       what keeps the memory alive: held until the transfer is over
-        checksum   checksum the bytes, and check them when they are read, also where the space does not
+        checksum   checksum what goes to disk, and check it when it is read, also where the space does not
                    verify everything
         priority   DEMAND, PREFETCH or EVICT: which of those that wait for the disk goes first, of both
                    directions. A demand waits for no measurement
@@ -233,16 +259,16 @@ class SpillSpace(Closing):
         with self.lock:
             region = self._regions[extent.space]
             place = region.place_to_write(extent)
-            if on_gpu:
+            if (only := self._only_path(extent, on_gpu)) is not None:
                 self._withdraw(extent)
-                path, explores = self._path_to_gpu(extent), False
+                path, explores = only, False
             elif (chosen := self._chosen.pop(extent, None)) is not None:
                 path, explores = self.paths[chosen[0]], chosen[1]
             else:  # it is written once more
                 path = self.paths[self.choice.path_to_write(extent.size_bytes, (extent.space,))]
                 explores = self.choice.explores
             self._route(transfer, place, path, explores)
-            transfer.checked = not on_gpu and (checksum or self.options.verify)
+            transfer.checked = not on_gpu and (self.options.verify or (checksum and path.name in self.paths))
             # Where nothing was written before, a write costs more, once: pages and blocks are made.
             transfer.rehearsed = transfer.measured and place.end > region.written_bytes
             region.written_bytes = max(region.written_bytes, place.end)
@@ -271,8 +297,8 @@ class SpillSpace(Closing):
         with self.lock:
             region = self._regions[extent.space]
             place = region.place_of(extent)
-            if on_gpu:
-                path, explores = self._path_to_gpu(extent), False
+            if (only := self._only_path(extent, on_gpu)) is not None:
+                path, explores = only, False
             else:
                 # What cannot be measured teaches nothing: it goes by the path that is known to be good.
                 explore = priority != DEMAND or self._queue.is_idle("read")
@@ -308,7 +334,7 @@ class SpillSpace(Closing):
             ]
             whole.left = len(runs)
         whole.explores = whole.measured = explores
-        if path is not self._gpu_path:
+        if path.name in self.paths:
             self._asked[whole.kind] += 1
             whole.measured = explores or not self._asked[whole.kind] % MEASURED_EVERY
 
@@ -468,7 +494,10 @@ class SpillSpace(Closing):
             self._io.give_up(path, refusals[0])
         return None
 
-    def _path_to_gpu(self, extent: Extent) -> IoPath:
+    def _only_path(self, extent: Extent, on_gpu: bool) -> IoPath | None:
+        """Of the extent; None: there is a choice."""
+        if not on_gpu:
+            return next(iter(self._io.host_paths.values())) if extent.space == "host" else None
         if self._gpu_path is None or extent.space != self._gpu_path.medium:
             raise InvalidArgument(f"{extent} cannot be moved to or from the memory of a GPU directly")
         return self._gpu_path

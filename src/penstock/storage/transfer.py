@@ -56,7 +56,7 @@ class File(NamedTuple):
 
     buffered          descriptor whose reads and writes pass through the page cache
     direct            descriptor of the same file that bypasses it; -1 where the file system takes no
-                      direct I/O: then every method is "buffered"
+                      direct I/O: then every method is "buffered". Of host memory, its address
     alignment_bytes   what direct I/O demands of offsets, sizes and addresses: a power of two
     """
 

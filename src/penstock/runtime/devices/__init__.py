@@ -50,8 +50,8 @@ class Device(Protocol):
     keeps_budget      by itself, where an allocation would exceed it
     empties_storages  what is away has a storage of 0 bytes, of which torch makes no views
     in_flight_bytes   most bytes of copies that are under way, each way
-    tier              where evictions go that nothing planned: "host" or "disk"
-    evict_link, prefetch_link   keys of penstock.core.hardware.LINKS
+    tiers             below it, of "host" and "disk". Evictions that nothing planned go to the first with room
+    evict_links, prefetch_links   keys of penstock.core.hardware.LINKS: what moves crosses one of them, once
     memory_manager    who gives the device its memory, for reports
     device            an accelerator's; what kernels make on it counts in `memory`
     current_stream    gives the stream that kernels of this thread go to; None: there are none
@@ -74,17 +74,18 @@ class Device(Protocol):
     empties_storages: bool
     in_flight_bytes: int
     first_serial: int
-    tier: str
+    tiers: tuple[str, ...]
     memory_manager: str
-    evict_link: str
-    prefetch_link: str
+    evict_links: tuple[str, ...]
+    prefetch_links: tuple[str, ...]
 
     def in_memory_bytes(self) -> int:
         """Device bytes in use now."""
         ...
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
-        """Space for a copy, on that tier or a lower one. Raises SpillSpaceFull."""
+        """Space for a copy, on that tier or a lower one: where there are several, its ``tier`` says which.
+        Raises SpillSpaceFull."""
 
     def free_slot(self, managed: ManagedStorage, slot: Any) -> None:
         """Give the space of a copy back. No copy is under way."""

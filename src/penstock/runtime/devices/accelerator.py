@@ -83,8 +83,8 @@ class AcceleratorDevice:
     paths                 between the device and the disk
     """
 
-    evict_link = "device_to_host"
-    prefetch_link = "host_to_device"
+    evict_links: tuple[str, ...] = ("device_to_host",)
+    prefetch_links: tuple[str, ...] = ("host_to_device",)
     copies_results = True
     in_flight_bytes = ANY_BYTES  # streams order them
     admits_anywhere = False  # memory must come from the stream of the kernels
@@ -118,7 +118,7 @@ class AcceleratorDevice:
         self.engine: CopyEngine | None = None
         self.memory = DeviceMemory()
         self.host_tier_bytes = host_bytes - staging_bytes
-        self.tier = "host" if self.host_tier_bytes else "disk"
+        self.tiers: tuple[str, ...] = ("host", "disk") if self.host_tier_bytes else ("disk",)
         self.place_text = f"the disk of {spill.place_text}"
         self.device = driver.device
         self.current_stream: Callable[[], Any] | None = driver.current_stream

@@ -1,9 +1,9 @@
 """RAM as the device: storages stay at their addresses, and their pages come and go.
 
 Tensors lie in penstock's arena. What is planned is copied by the storage engine, straight between the
-arena's pages and the disk; an access that nobody planned, and memory that nobody foresaw, are served by
-the arena itself, below Python (see penstock.runtime.arena). One file: what the arena moves unasked meets
-each of the engine's moves here.
+arena's pages and the disk, or host memory beside the budget; an access that nobody planned, and memory that
+nobody foresaw, are served by the arena itself, below Python (see penstock.runtime.arena). One file: what the
+arena moves unasked meets each of the engine's moves here.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ logger = logging.getLogger("penstock")
 
 RAW = _native.Packing()
 
+_LINKS = {
+    ("host", "write"): "device_to_host",
+    ("host", "read"): "host_to_device",
+    ("disk", "write"): "disk_write",
+    ("disk", "read"): "disk_read",
+}
+
 _left_behind: list[object] = []  # memory of the arena's that the system may read for ever
 
 
@@ -51,16 +58,19 @@ class Slot:
     extent: Extent
     packing: _native.Packing = RAW
 
+    @property
+    def tier(self) -> str:
+        return "host" if self.extent.space == "host" else "disk"
+
 
 class CpuDevice:
-    """RAM up to a budget, and the disk below it; see penstock.runtime.devices.Device.
+    """RAM up to a budget, host memory beside it, the disk below; see penstock.runtime.devices.Device.
 
     Raises DeviceUnavailable where the arena cannot work.
     """
 
-    tier = "disk"
-    evict_link = "disk_write"
-    prefetch_link = "disk_read"
+    evict_links: tuple[str, ...] = "device_to_host", "disk_write"
+    prefetch_links: tuple[str, ...] = "host_to_device", "disk_read"
     admits_anywhere = True
     copies_results = False  # the memory itself moves
     expands_in_place = True
@@ -80,6 +90,7 @@ class CpuDevice:
                 "Train without penstock.offload, or on a GPU."
             )
         self._spill = spill
+        self.tiers: tuple[str, ...] = ("host", "disk") if spill.has_host else ("disk",)
         self.place_text = f"the disk of {spill.place_text}"
         self._budget_bytes = budget_bytes
         self._fixed_bytes = 0  # of storages that lie elsewhere, and stay
@@ -174,7 +185,8 @@ class CpuDevice:
         return self.memory.in_use_bytes()
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
-        return Slot(self._spill.allocate(managed.size_bytes))
+        extent = self._spill.try_allocate_host(managed.size_bytes) if tier == "host" else None
+        return Slot(extent or self._spill.allocate(managed.size_bytes))
 
     def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
         self._spill.release(slot.extent)
@@ -264,9 +276,7 @@ class CpuDevice:
                 return
             slot.packing = packed.packing
             size_bytes = _page_bytes(slot.packing.packed_bytes)
-            report = _report(
-                "disk_write", managed, size_bytes, functools.partial(self._packed_is_written, managed, done)
-            )
+            report = _report(managed, size_bytes, functools.partial(self._packed_is_written, managed, done))
             self._spill.write(
                 slot.extent,
                 packed.address,
@@ -281,7 +291,7 @@ class CpuDevice:
             done(None, [])
             return
         slot.packing = RAW
-        report = _report("disk_write", managed, managed.size_bytes, done)
+        report = _report(managed, managed.size_bytes, done)
         try:
             self._spill.write(
                 slot.extent,
@@ -388,7 +398,7 @@ class CpuDevice:
             begin = 0
         elif slot.packing.packed_bytes:
             done = functools.partial(self._expand, managed, done)
-        report = _report("disk_read", managed, min(size_bytes, managed.size_bytes), done)
+        report = _report(managed, min(size_bytes, managed.size_bytes), done)
         self._pending[managed.key] = self._spill.read(
             slot.extent,
             staging + begin,
@@ -682,10 +692,10 @@ def _coded(link: str, managed: ManagedStorage, begun_s: float) -> Moved:
     return Moved(link, begun_s, time.perf_counter(), managed.index, managed.size_bytes, managed.kind)
 
 
-def _report(link: str, managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
+def _report(managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
     def on_done(transfer: Transfer) -> None:
         moved = Moved(
-            link,
+            _LINKS["host" if transfer.extent.space == "host" else "disk", transfer.kind],
             transfer.started_s,
             transfer.finished_s,
             managed.index,
