@@ -69,6 +69,7 @@ Order = Literal["part", "layer", "auto"]
 Lossy = Literal["fp16", "bf16"]
 LOSSY = get_args(Lossy)
 Explorers = Literal["divided", "one", "each"]
+ChooseBy = Literal["both", "writes", "reads"]
 Dtype = Literal["float32", "bfloat16"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 QuantType = Literal["nf4", "fp4"]
@@ -105,6 +106,21 @@ def _micro_batch(value: Any) -> int | str:
         raise InvalidArgument(f'{error}, or "auto"') from None
 
 
+def _paths(value: Any) -> list[str] | dict[int, str]:
+    """Names of I/O paths; or by size one for so many bytes and more, also as texts "SIZE=NAME"."""
+    if not isinstance(value, Mapping):
+        names = [_READ["str"](each) for each in ([value] if isinstance(value, str) else value)]
+        if not any("=" in name for name in names):
+            return names
+        pairs = [name.rpartition("=")[::2] for name in names]
+        if len(value := dict(pairs)) < len(pairs) or "" in value:
+            raise InvalidArgument(f"{names}: give each I/O path a size of its own, as in 1MiB=posix direct")
+    found = {parse_bytes(size): _READ["str"](name) for size, name in value.items()}
+    if not found or any(size < 1 or size & (size - 1) for size in found):
+        raise InvalidArgument(f"{value!r}: give sizes that are powers of two, such as 1MiB")
+    return dict(sorted(found.items()))
+
+
 def _of_type(kind: type, remedy: str) -> Callable[[Any], Any]:
     def same(value: Any) -> Any:
         if not isinstance(value, kind):
@@ -127,9 +143,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "Path": Path,
     "str | os.PathLike[str]": Path,
     "str": _of_type(str, "text"),
-    "str | Sequence[str]": lambda value: [
-        _READ["str"](each) for each in ([value] if isinstance(value, str) else value)
-    ],
+    "str | Sequence[str] | Mapping[Size, str]": _paths,
     "bool": _of_type(bool, "True or False"),
 }
 
@@ -239,8 +253,13 @@ class IoOptions(_Options):
     page_cache_budget   most bytes to spill to the page cache only, which is memory beside the other budgets.
                 It serves small tensors faster
     paths       an I/O path between memory and disk, such as "io_uring direct"; of several, the fastest is
-                taken. `Offload.io_paths` names those of this machine. None: the one that proves fastest, size
-                by size. That is found in the first steps, and from then on while they run
+                taken. `Offload.io_paths` names those of this machine. Or a fixed one for each size:
+                ``{"64KiB": "posix direct", "8MiB": "io_uring direct"}``, each for that many bytes and more,
+                the first also for less; on the command line SIZE=NAME. None: the one that proves fastest,
+                size by size. That is found in the first steps, and from then on while they run
+    choose_by   what has to be fastest where bytes can go to the disk and to the page cache: "both", writing
+                and reading back together; "writes" or "reads" alone (Fastensor, section 4, its WRDic, WDic
+                and RDic). In either place each direction goes by its own fastest path
     costs       file of I/O cost tables of earlier runs: read, for devices and disks of the same kind, and
                 added to
     explorers   which rank of several explores the I/O paths, where their devices, file systems, disks and I/O
@@ -256,12 +275,19 @@ class IoOptions(_Options):
     """
 
     page_cache_budget: Budget = 0
-    paths: str | Sequence[str] | None = field(default=None, metadata={"flag": "io-path"})
+    paths: str | Sequence[str] | Mapping[Size, str] | None = field(default=None, metadata={"flag": "io-path"})
+    choose_by: ChooseBy = field(default="both", metadata={"flag": "io-choose-by"})
     costs: str | os.PathLike[str] | None = field(default=None, metadata={"flag": "io-costs"})
     explorers: Explorers = field(default="divided", metadata={"flag": "io-explorers"})
     reexplore: Fraction = 0.005
     verify: bool = field(default=False, metadata={"flag": "verify-spill"})
     endurance: Endurance | None = None
+
+    def wanted_paths(self) -> tuple[list[str] | None, dict[int, str]]:
+        """The names in ``paths``, None for all there are; and by size, where they are given so."""
+        by_size = self.paths if isinstance(self.paths, dict) else {}
+        names = self.paths if isinstance(self.paths, list) else None
+        return (list(dict.fromkeys(by_size.values())) if by_size else names), by_size
 
 
 @dataclass(frozen=True, kw_only=True)

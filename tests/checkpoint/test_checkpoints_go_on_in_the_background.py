@@ -21,7 +21,7 @@ from penstock.errors import CheckpointError
 from penstock.storage.native import PosixTransport
 from penstock.storage.transfer import Transfer, Transport
 from tests.support.families import iterate, small_gpt, weights
-from tests.support.faulty_transport import FaultyTransport
+from tests.support.faulty_transport import FaultyTransport, direct_path
 from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
 
@@ -50,7 +50,7 @@ class HeldTransport:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldTransport]:
     transport = HeldTransport(PosixTransport())
-    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(transport))
     yield transport
     transport.goes.set()
     transport.close()
@@ -105,7 +105,7 @@ def test_saves_to_several_paths_do_not_wait_for_each_other(
 ) -> None:
     first = checkpoint.save({"step": 0}, tmp_path / "a", wait=False)
     assert held.began.wait(60)
-    monkeypatch.setattr(pieces, "shared_transport", lambda: held.inner)
+    monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(held.inner))
     checkpoint.save({"step": 1}, tmp_path / "b", wait=False).wait()
     assert not first.done()
     held.goes.set()
@@ -168,7 +168,7 @@ def test_the_copy_is_freed(tmp_path: Path) -> None:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     transport = FaultyTransport(PosixTransport(), lambda _: errno.EIO)
-    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(transport))
     yield
     transport.close()
 

@@ -23,7 +23,7 @@ from penstock.errors import CheckpointError
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.native import PosixTransport
 from penstock.storage.transfer import Transfer
-from tests.support.faulty_transport import FaultyTransport
+from tests.support.faulty_transport import FaultyTransport, direct_path
 from tests.support.states import numbers, same
 
 OLD = {"old": numbers(50)}
@@ -52,7 +52,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Small pieces, so that there are many requests, and a disk that can fail."""
     disk = Disk()
     transport = FaultyTransport(PosixTransport(), disk.fault)
-    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(transport))
     monkeypatch.setattr(pieces, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(pieces, "_spare", deque(maxlen=pieces.DEPTH))  # smaller ones, which do not stay
     yield disk
@@ -201,12 +201,12 @@ class HangingTransport:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Until this is called the disk answers nothing."""
     transport = HangingTransport()
-    monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
+    monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(transport))
     monkeypatch.setattr(pieces, "TIMEOUT_S", 0.2, raising=False)
 
     def answer() -> None:
         monkeypatch.undo()  # a disk that answers may be slow
-        monkeypatch.setattr(pieces, "shared_transport", lambda: transport)
+        monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(transport))
         transport.answers.set()
 
     yield answer

@@ -6,12 +6,13 @@ import logging
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import penstock
 from penstock.core import files
-from penstock.errors import InvalidArgument, InvalidFile
+from penstock.errors import InvalidArgument, InvalidFile, InvalidSize
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.costs import CostTables, Entry, Tables, add_tables, device_kind, read_tables
 from penstock.storage.paths import TRANSPORTS, IoPaths, _log_once
@@ -68,6 +69,39 @@ def test_the_next_run_begins_with_what_was_learned(tmp_path: Path) -> None:
         cycle(space, MIB, 5)
         assert space.moved_bytes_by_path == {"slow direct": 0, "fast direct": 10 * MIB}
     assert files.load(CostTables, path).devices.keys() == {device_kind([tmp_path], "cpu")}
+
+
+@pytest.mark.usefixtures("slow_and_fast")
+def test_a_run_keeps_to_the_path_that_is_given_for_a_size(tmp_path: Path) -> None:
+    io = penstock.IoOptions(paths={"64KiB": "fast direct", "1MiB": "slow direct"})
+    with SpillSpace(tmp_path, io) as space:
+        for size_bytes, path in ((4096, "fast"), (512 << 10, "fast"), (MIB, "slow"), (3 * MIB, "slow")):
+            before = dict(space.moved_bytes_by_path)
+            cycle(space, size_bytes, 2)
+            moved = {name: space.moved_bytes_by_path[name] - before[name] for name in before}
+            assert moved == {"fast direct": 0, "slow direct": 0} | {f"{path} direct": 4 * size_bytes}
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        ({"3MiB": "posix direct"}, "powers of two"),
+        ({}, "powers of two"),
+        ({"much": "posix direct"}, "much"),
+        (["1MiB=posix direct", "posix buffered"], "a size of its own"),
+        (["1MiB=posix direct", "1MiB=posix buffered"], "a size of its own"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(paths: Any, said: str) -> None:
+    with pytest.raises((InvalidArgument, InvalidSize), match=f"paths: .*{said}"):
+        penstock.IoOptions(paths=paths)
+
+
+def test_a_table_names_paths_of_this_machine(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="tape direct"):
+        SpillSpace(tmp_path, penstock.IoOptions(paths={"1MiB": "tape direct"}))
+    texts = ["64KiB=posix direct", "1MiB=posix staged"]  # as on the command line
+    assert penstock.IoOptions(paths=texts).wanted_paths()[1] == {1 << 16: "posix direct", MIB: "posix staged"}
 
 
 def entry(path: str, samples: int, s_per_byte: float) -> Entry:

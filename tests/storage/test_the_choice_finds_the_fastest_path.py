@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
+from penstock.options import ChooseBy
 from penstock.storage.choice import Choice
 from penstock.storage.costs import Kind
 from tests.support.io_paths import PATHS, Costs, Machine, Moved, optimum_s, time_s, train
@@ -172,16 +173,35 @@ def test_an_outlier_changes_nothing() -> None:
     assert choice.path_to_write(MIB) == "io_uring direct"
 
 
-def test_writes_and_reads_count_together() -> None:
-    """Fastensor's WRDic."""
+@pytest.mark.parametrize(("by", "fastest"), [("both", "both"), ("writes", "wbest"), ("reads", "rbest")])
+def test_writes_or_reads_or_both_together_count(by: ChooseBy, fastest: str) -> None:
+    """Fastensor's WRDic, WDic and RDic."""
     paths = {"wbest": "a", "rbest": "b", "both": "c"}
     costs: Costs = {
         "write": {"wbest": 1.0, "rbest": 4.0, "both": 1.5},
         "read": {"wbest": 4.0, "rbest": 1.0, "both": 1.5},
     }
-    steps = train(Choice(paths), Machine(costs), [MIB] * 10, 40)[10:]
-    assert uses(steps, "write").most_common(1)[0][0] == "both"
-    assert uses(steps, "read").most_common(1)[0][0] == "both"
+    steps = train(Choice(paths, by=by), Machine(costs), [MIB] * 10, 40)[10:]
+    assert uses(steps, "write").most_common(1)[0][0] == fastest
+    assert uses(steps, "read").most_common(1)[0][0] == fastest
+
+
+KIB64 = 64 << 10
+
+
+@given(
+    sizes=st.lists(st.integers(1, 1 << 26), min_size=1, max_size=30), reexplore=st.sampled_from([0.0, 0.3])
+)
+@settings(max_examples=40, deadline=None)
+def test_a_fixed_table_is_kept_to(sizes: list[int], reexplore: float) -> None:
+    """Whatever the paths cost, and whatever an earlier run has learned."""
+    table = {MIB: "io_uring direct", KIB64: "posix mapped", 16 * MIB: "posix direct"}
+    known = Choice(PATHS)
+    train(known, Machine(CALM), [KIB64, MIB, 32 * MIB], 20)
+    choice = Choice(PATHS, by_size=table, reexplore=reexplore, tables=known.tables())
+    for moved in chain.from_iterable(train(choice, Machine(CALM), sizes, 3)):
+        below = [size for size in table if size <= 1 << moved.size_bytes.bit_length() - 1]
+        assert moved.path == table[max(below) if below else KIB64]
 
 
 def test_a_medium_is_written_by_its_best_path_and_read_by_its_best_path() -> None:

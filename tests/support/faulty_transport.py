@@ -5,8 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from penstock.storage.paths import IoPath
 from penstock.storage.transfer import FOR_EVER_S, Transfer, Transport
 from penstock.storage.workers import Workers
+
+
+def direct_path(transport: Transport) -> IoPath:
+    """The I/O path by which a test's transport moves checkpoints."""
+    return IoPath("test direct", "direct", "disk", transport)
 
 
 class FaultyTransport(Workers):

@@ -18,6 +18,7 @@ from penstock.checkpoint.matching import Match, Pair
 from penstock.checkpoint.reading import Mappings, is_on_host
 from penstock.checkpoint.source import PathLike, Source
 from penstock.errors import CheckpointError, DeviceUnavailable, InvalidArgument, InvalidCheckpoint
+from penstock.options import IoOptions
 
 logger = logging.getLogger("penstock")
 
@@ -39,6 +40,7 @@ def load(
     *,
     into: Any = None,
     verify: bool = True,
+    io: IoOptions | None = None,
 ) -> Any:
     """Read what `save` wrote, or torch.save, or another writer of safetensors files.
 
@@ -53,6 +55,8 @@ def load(
                    out, call penstock.checkpoint.verify first, which reads the file once more. Files of
                    torch.save are always verified first
     verify         compare checksums, which reads everything at once; those of torch.save too
+    io             its ``paths`` or ``costs`` say by which I/O path pieces of 4 MiB are read where the file is
+                   not mapped; None: the direct one
 
     Returns the state, or ``into``. Raises CheckpointError where the file cannot be read, InvalidCheckpoint,
     with the tensors' names, where it is damaged or no checkpoint, InvalidArgument where ``into`` does
@@ -61,13 +65,20 @@ def load(
     if into is not None and map_location is not None:
         raise InvalidArgument("the tensors of into stay on their devices: leave map_location out")
     try:
-        return _load(path, map_location, mmap, into, verify)
+        return _load(path, map_location, mmap, into, verify, io)
     except CheckpointError as error:
         raise error from None  # it names the system's own error
 
 
-def _load(path: PathLike, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool) -> Any:
-    with Source(path) as source:
+def _load(
+    path: PathLike,
+    map_location: MapLocation,
+    mmap: bool | None,
+    into: Any,
+    verify: bool,
+    io: IoOptions | None,
+) -> Any:
+    with Source(path, io) as source:
         if source.is_torch:
             return _load_torch(source, map_location, mmap, into, verify)
         if not source.header.written_by_penstock:

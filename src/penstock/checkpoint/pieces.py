@@ -8,16 +8,19 @@ import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from penstock.checkpoint.failures import TIMEOUT_S
 from penstock.checkpoint.header import Entry
+from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer, align_down
 from penstock.storage.checksum import crc32c_combine
+from penstock.storage.costs import Kind, fastest_path
 from penstock.storage.files import OpenFile
-from penstock.storage.paths import shared_transport
+from penstock.storage.paths import IoPath, shared_path
 from penstock.storage.transfer import Transfer
 
 PIECE_BYTES = 4 << 20
@@ -98,13 +101,31 @@ class Checksums:
         ]
 
 
+def io_path(kind: Kind, file: Path, size_bytes: int, io: IoOptions | None) -> IoPath:
+    """The I/O path by which pieces of a file of ``size_bytes`` are moved: direct, unless ``io`` says another.
+
+    Raises InvalidArgument where that cannot be used, InvalidFile for a file of costs that is none.
+    """
+    if io is None:
+        return shared_path()
+    names, by_size = io.wanted_paths()
+    piece_bytes = max(min(size_bytes, PIECE_BYTES), 1)
+    if by_size:
+        return shared_path(by_size[max([size for size in by_size if size <= piece_bytes] or [min(by_size)])])
+    learned = (
+        None if io.costs is None else fastest_path(Path(io.costs), file.parent, kind, piece_bytes, names)
+    )
+    return shared_path(learned or (names[0] if names else None))
+
+
 def run_transfers(
     opened: OpenFile,
     transfers: Iterable[Transfer],
     on_done: Callable[[Transfer], None],
+    path: IoPath,
     depth: int | None = None,
 ) -> None:
-    """Carry out ``transfers`` on ``opened``, with at most ``depth`` in flight.
+    """Carry out ``transfers`` on ``opened`` by one I/O path, with at most ``depth`` in flight.
 
     depth      None: DEPTH, or FEW inside a memory budget
     transfers  iterated lazily, while earlier ones are in flight
@@ -116,7 +137,7 @@ def run_transfers(
     """
     if depth is None:
         depth = FEW if _few_buffers else DEPTH
-    transport = shared_transport()
+    transport = path.transport
     over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
     incomplete: set[Transfer] = set()
     hangs = False
@@ -143,7 +164,7 @@ def run_transfers(
         in_flight = 0
         for transfer in transfers:
             incomplete.add(transfer)
-            transfer.on_done = transfer_over
+            transfer.on_done, transfer.method = transfer_over, path.method
             try:
                 transport.submit([transfer])
             except ValueError:  # it was not submitted

@@ -221,7 +221,7 @@ def _read(
         use(piece, transfer.address)
         give(memory)
 
-    run_transfers(source.opened, map(to_read, pieces), done, depth)
+    run_transfers(source.opened, map(to_read, pieces), done, source.way, depth)
 
 
 def _tensors(source: Source, memory: MappedFile | OwnMemory, begin: int) -> list[torch.Tensor]:

@@ -15,8 +15,11 @@ import numpy as np
 
 from penstock.checkpoint.failures import cannot_read, os_error
 from penstock.checkpoint.header import Header, decode, header_bytes
+from penstock.checkpoint.pieces import io_path
 from penstock.errors import InvalidArgument, InvalidCheckpoint
+from penstock.options import IoOptions
 from penstock.storage import files
+from penstock.storage.paths import IoPath
 
 # From this share of the file in the page cache on, it is quicker to use what is there.
 _CACHED_SHARE = 0.9
@@ -56,8 +59,9 @@ class Source(files.Closing):
     none, or it cannot be read.
     """
 
-    def __init__(self, path: PathLike) -> None:
-        self.path = path_of(path)
+    def __init__(self, path: PathLike, io: IoOptions | None = None) -> None:
+        """``io``: says by which I/O path it is read past the page cache; see `io_path`."""
+        self.path, self._io = path_of(path), io
         try:
             self.opened = files.from_descriptor(_open_regular(self.path), os.fspath(self.path))
         except OSError as error:
@@ -69,6 +73,10 @@ class Source(files.Closing):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def way(self) -> IoPath:
+        return io_path("read", self.path, self.size_bytes, self._io)
 
     @property
     def is_torch(self) -> bool:

@@ -3,6 +3,7 @@
 Fastensor (section 4) tries each path once for each tensor size, keeps the costs in dictionaries, and from
 then on uses the fastest, of writes and reads together (its WRDic). Here too, and beyond it:
 
+- What is to be fastest is said by the user (``by``), or which path each size takes (``by_size``): its modes.
 - A size class holds the sizes ``[2**k, 2**(k + 1))``; within it, costs are compared per byte.
 - The first transfers of a class try every path `EXPLORATIONS` times, in turn, and then those near the best
   until each was tried `SURE` times: single costs are noisy. A path more than `FAR` times as slow as the best
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
+from penstock.options import ChooseBy
 from penstock.storage.costs import KINDS, Entry, Kind, Tables
 from penstock.storage.rounds import MODES, ChoiceReport, Rounds, shares
 from penstock.units import format_bytes
@@ -43,6 +45,9 @@ MARGIN = 0.02  # by which another path must be faster to take over
 COPYING = 1.3  # times: a path that copies takes processor time from training, for little gain
 PACE = 7  # models repeat by multiples of 2 or 3, seldom of 7: it is not always the same tensor
 SHORTEST_S = 1e-9  # in place of 0, which has no rate
+
+# Whose costs decide between media: Fastensor's WRDic, WDic and RDic.
+_COMPARED: dict[ChooseBy, tuple[Kind, ...]] = {"both": KINDS, "writes": ("write",), "reads": ("read",)}
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +104,7 @@ class PathCost:
 class SizeClass:
     """What is known of the sizes ``[2**number, 2**(number + 1))``.
 
+    compared   the kinds of transfers by whose cost a medium is chosen
     waits      another rank explores it: the best known path is used until `learn`
     home       the medium to write to, where it has room
     untried    kinds of transfer and media whose first explorations have not ended
@@ -106,8 +112,15 @@ class SizeClass:
     asks       transfers requested after the first explorations
     """
 
-    def __init__(self, number: int, paths: Mapping[str, str], copying: Collection[str], waits: bool) -> None:
-        self.number, self.waits = number, waits
+    def __init__(
+        self,
+        number: int,
+        paths: Mapping[str, str],
+        copying: Collection[str],
+        compared: Sequence[Kind],
+        waits: bool,
+    ) -> None:
+        self.number, self.compared, self.waits = number, compared, waits
         self.media = tuple(dict.fromkeys(paths.values()))
         self.records = {
             kind: {
@@ -185,11 +198,11 @@ class SizeClass:
         )
 
     def _fastest(self, media: Iterable[str]) -> str:
-        """The medium with the least cost of write and read; by writes alone while no read is measured."""
+        """The medium with the least cost; by writes alone while no read is measured."""
         return min(media, key=lambda medium: (self._cost(medium), self.best["write", medium].cost))
 
     def _cost(self, medium: str) -> float:
-        return self.best["write", medium].cost + self.best["read", medium].cost
+        return sum(self.best[kind, medium].cost for kind in self.compared)
 
 
 def _least_tried(records: Sequence[PathCost]) -> PathCost | None:
@@ -210,6 +223,8 @@ class Choice:
                 or changed their medium, are ignored
     copying     paths that copy with the processor where others of their medium do not: used only where they
                 are clearly faster
+    by          what is compared between media: the costs of writes, of reads, or of both
+    by_size     the only path of each size: from so many bytes on, the first also below; none where empty
 
     explores    the path returned last is not known to be the best: its cost is worth measuring
     shares      other ranks may explore for this one: a new size class waits for `learn` or `explore`
@@ -222,10 +237,13 @@ class Choice:
         reexplore: float = 0.005,
         tables: Tables | None = None,
         copying: Collection[str] = (),
+        by: ChooseBy = "both",
+        by_size: Mapping[int, str] = {},
     ) -> None:
         if not 0 <= reexplore < 1:
             raise InvalidArgument(f"reexplore is {reexplore}: it is a share of time, from 0 to below 1")
-        self.paths = dict(paths)
+        self.paths, self.by_size = dict(paths), dict(sorted(by_size.items()))
+        self._compared = _COMPARED[by]
         self.explores = self.shares = False
         # Of the time of a transfer, what each path may spend: of both kinds, but for the best.
         self._earns = reexplore / max(2 * len(paths) - 2, 1)
@@ -279,7 +297,7 @@ class Choice:
         """Add costs that other ranks measured."""
         known: dict[int, list[Entry]] = {}
         for entry in tables.entries:
-            if self.paths.get(entry.path) == entry.medium:
+            if self._paths_of(entry.class_bytes).get(entry.path) == entry.medium:
                 known.setdefault(entry.class_bytes, []).append(entry)
         for class_bytes, entries in known.items():
             self._class_of(class_bytes).learn(entries)
@@ -338,7 +356,13 @@ class Choice:
 
     def _neighbour(self, kind: Kind, known: SizeClass, media: Sequence[str]) -> PathCost:
         """The best path of the nearest size class that knows one; else the path that was tried least."""
-        others = [other for other in self._classes.values() if other.best_to(kind, media).count]
+        others = [
+            other
+            for other in self._classes.values()
+            if {*media} <= {*other.media}
+            and (best := other.best_to(kind, media)).count
+            and best.path in known.records[kind]
+        ]
         if not others:
             return min(known.among(kind, media), key=lambda record: record.tries)
         nearest = min(others, key=lambda other: (abs(other.number - known.number), other.number))
@@ -349,5 +373,15 @@ class Choice:
         if (known := self._classes.get(number)) is None:
             if size_bytes < 1:
                 raise InvalidArgument(f"a transfer of {size_bytes} bytes cannot be: give a size above zero")
-            known = self._classes[number] = SizeClass(number, self.paths, self._copying, self.shares)
+            paths = self._paths_of(1 << number)
+            known = SizeClass(number, paths, self._copying, self._compared, self.shares)
+            self._classes[number] = known
         return known
+
+    def _paths_of(self, class_bytes: int) -> Mapping[str, str]:
+        """Those of a size class, by name, with their media."""
+        if not self.by_size:
+            return self.paths
+        among = [path for size_bytes, path in self.by_size.items() if size_bytes <= class_bytes]
+        path = among[-1] if among else next(iter(self.by_size.values()))
+        return {path: self.paths[path]}

@@ -116,7 +116,7 @@ class CostSharing:
     def _share(self, name: str, choice: Choice, number: int) -> Iterator[bool]:
         """Explore or receive one size class. A generator, which yields True while it waits for something."""
         begun_s = time.monotonic()
-        same = repr((self._kind, name, sorted(choice.paths.items()))).encode()
+        same = repr((self._kind, name, sorted(choice.paths.items()), choice.by_size)).encode()
         every = f"penstock/io-costs/{hashlib.sha256(same).hexdigest()[:32]}"
         key = f"{every}/{number}"
         preferred = 0 if self._one else number % self._ranks

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import math
 import os
@@ -166,6 +167,29 @@ def read_tables(path: Path, device: str) -> Tables:
     Raises InvalidFile where it holds something else.
     """
     return _read(path).get(device, Tables())
+
+
+def fastest_path(
+    costs: Path, directory: Path, kind: Kind, size_bytes: int, among: Sequence[str] | None = None
+) -> str | None:
+    """The I/O path to the disk that was the fastest for transfers of about this size; None: none is known.
+
+    costs       file of what runs have learned
+    directory   on the disk to be used: what was learned with any device counts
+    among       names of I/O paths; None: any
+
+    Raises InvalidFile where the file holds something else.
+    """
+    on_disk = disk_kind(directory)
+    known = [tables.entries for device, tables in _read(costs).items() if device.startswith(f"{on_disk}, ")]
+    entries = [
+        entry
+        for entry in functools.reduce(merge, map(Tables, known), Tables()).entries
+        if entry.kind == kind and entry.medium == "disk" and (among is None or entry.path in among)
+    ]
+    far = [abs(entry.class_bytes.bit_length() - size_bytes.bit_length()) for entry in entries]
+    nearest = [entry for entry, steps in zip(entries, far, strict=True) if steps == min(far)]
+    return min(nearest, key=lambda entry: entry.s_per_byte).path if nearest else None
 
 
 def add_tables(path: Path, device: str, learned: Tables, timeout_s: float = 120.0) -> None:

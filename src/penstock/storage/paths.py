@@ -179,14 +179,22 @@ def _log_once(transport: str, reason: str, level: int) -> None:
 
 
 @functools.cache
-def shared_transport() -> Transport:
-    """The preferred transport of this machine, one for the process: for what is not spilled. Never closed."""
-    for name, make in TRANSPORTS.items():
+def shared_path(name: str | None = None) -> IoPath:
+    """An I/O path for what is not spilled, one for the process: the preferred one of this machine that is
+    direct, or the one of this name. Never closed. Raises InvalidArgument where it cannot be used."""
+    wanted = "direct" if name is None else name.partition(" ")[2]
+    for transport_name, make in TRANSPORTS.items():
+        if name not in (None, f"{transport_name} {wanted}"):
+            continue
         try:
-            return make()
+            transport = make()
         except TransportUnavailable as reason:
-            _log_once(name, str(reason), logging.WARNING)
-    raise InvalidArgument(f"none of the transports can be used here: {', '.join(TRANSPORTS)}")
+            _log_once(transport_name, str(reason), logging.WARNING)
+            continue
+        if wanted in transport.methods:
+            return IoPath(f"{transport_name} {wanted}", wanted, MEDIA[wanted], transport)
+        transport.close()
+    raise InvalidArgument(f"{name or 'no I/O path'} cannot be used here to move files: see Offload.io_paths")
 
 
-os.register_at_fork(after_in_child=shared_transport.cache_clear)  # its threads stay with the parent
+os.register_at_fork(after_in_child=shared_path.cache_clear)  # its threads stay with the parent

@@ -6,10 +6,10 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import Directories, Explorers, IoOptions
@@ -89,7 +89,7 @@ class SpillSpace(Closing):
         self._first = places[0]
         remote = isinstance(self._first, Url)
         page_cache_bytes = parse_bytes(options.page_cache_budget)
-        wanted = [options.paths] if isinstance(options.paths, str) else options.paths
+        wanted, by_size = options.wanted_paths()
         if remote and page_cache_bytes:
             only = "without a page cache: leave out the page cache budget"
             raise InvalidArgument(f"{self._first} is spilled to {only}")
@@ -113,6 +113,8 @@ class SpillSpace(Closing):
         self._tables_path = None if options.costs is None else Path(options.costs)
         self.choices: dict[str, Choice] = {}
         try:
+            if others := {*by_size.values()} - self.paths.keys():
+                raise InvalidArgument(f"{', '.join(others)} cannot be given by size: it moves a GPU's memory")
             self._regions["disk"] = Region("disk", places, capacity_bytes, timeout_s / 2)
             if any(path.medium == "page cache" for path in self.paths.values()):
                 self._regions["page cache"] = Region("page cache", places, page_cache_bytes)
@@ -122,6 +124,7 @@ class SpillSpace(Closing):
                 "host",
                 {path.name: path.medium for path in self.paths.values()},
                 copying=[path.name for path in self.paths.values() if path.method == "staged"],
+                by_size=by_size,
             )
             self._gpu_path = self._usable_gpu_path()
             if self.has_host:
@@ -351,12 +354,11 @@ class SpillSpace(Closing):
             self._gpu_path = None
             self._io.give_up(path, reason)
 
-    def new_choice(self, name: str, media: Mapping[str, str], copying: Collection[str] = ()) -> Choice:
+    def new_choice(self, name: str, media: Mapping[str, str], **more: Any) -> Choice:
         """A choice between I/O paths, by name and medium, that begins with what is known of them, and is
-        saved with the others. Who asks it holds `lock`."""
-        choice = self.choices[name] = Choice(
-            media, reexplore=self.options.reexplore, tables=self._known, copying=copying
-        )
+        saved with the others. ``more``: of Choice. Who asks it holds `lock`."""
+        how = {"reexplore": self.options.reexplore, "by": self.options.choose_by, **more}
+        choice = self.choices[name] = Choice(media, tables=self._known, **how)
         return choice
 
     def share(self, store: Store, explorers: Explorers, rank: int, ranks: int) -> None:
