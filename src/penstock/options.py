@@ -303,6 +303,8 @@ class PlanOptions(_Options):
     lossy       let activations saved for backward leave in this codec: backward reads them rounded. So the
                 bits are others than without. Only float32 is rounded; forward, weights, gradients and the
                 optimizer's state are not. None: nothing is rounded
+    keep_weights   keep weights and their gradients on the device, as moDNN does. The budget needs room for
+                all of them. Weights are those of ``model``, and of optimizers once they have stepped
     variants    allow other algorithms of PyTorch for convolutions, attention and products, which give other
                 bits. The first steps measure them, plans may choose them, and the report names them
     smallest_bytes   smaller tensors stay on the device, and count
@@ -315,6 +317,7 @@ class PlanOptions(_Options):
     compress: bool = True
     recompute: bool = True
     lossy: Lossy | None = None
+    keep_weights: bool = False
     variants: bool = False
     smallest_bytes: Size = "64KiB"
 
@@ -324,9 +327,9 @@ class BatchOptions(_Options):
     """Batches in parts: ``penstock.offload(batches=penstock.BatchOptions(micro_batch="auto"))``.
 
     micro_batch   divide batches into parts of so many samples, or of the fastest size: auto. That one is
-                  predicted for the first batch. Results then differ in the last bits from those of whole
-                  batches. See `Offload.micro_batches` and `Offload.accumulate`. None: do not, but where the
-                  plan is for a step that does
+                  predicted for the first batch, and once more by what its step measured. Results then
+                  differ in the last bits from those of whole batches. See `Offload.micro_batches` and
+                  `Offload.accumulate`. None: do not, but where the plan is for a step that does
     micro_batch_order   run parts one after the other, or all of them through each block of the model before
                   the next, forward and backward; auto: the faster one. By layers, weights that move are read
                   once and not for each part. "auto" is predicted for the first batch, and

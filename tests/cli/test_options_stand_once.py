@@ -31,6 +31,9 @@ def test_a_plan_may_do_what_a_run_does() -> None:
         typed = of_command(command)
         for name in ("recompute", "compress"):
             assert typed[name].default is True and f"--no-{name}" in typed[name].option_strings, command
+    assert given["keep_weights"].default is options.keep_weights is False
+    for command in ("plan", "run"):
+        assert of_command(command)["keep_weights"].default is False
 
 
 def of_command(name: str) -> dict[str, argparse.Action]:

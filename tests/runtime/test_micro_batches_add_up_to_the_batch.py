@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,17 @@ import torch
 import torch.nn.functional as F
 
 import penstock
-from tests.support.runs import HARDWARE, Bits, Step, bits, differences, in_memory, offload, state_bits
+from tests.support.runs import (
+    HARDWARE,
+    Bits,
+    Program,
+    Step,
+    bits,
+    differences,
+    in_memory,
+    offload,
+    state_bits,
+)
 
 SAMPLES = 24
 
@@ -53,7 +64,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., penstock.Offload]]:
     with contextlib.ExitStack() as stack:
 
         def open_run(budget: int | str = "1GiB", **options: Any) -> penstock.Offload:
-            run = offload(device_budget=budget, spill_dir=tmp_path, hardware=HARDWARE, **options)
+            run = offload(device_budget=budget, spill_dir=tmp_path, **({"hardware": HARDWARE} | options))
             return stack.enter_context(run)
 
         yield open_run
@@ -94,9 +105,10 @@ class Plain(tuple):  # type: ignore[type-arg]
 
 def by_hand(size: int) -> Callable[..., Any]:
     def split(batch: tuple[torch.Tensor, ...], _: Any) -> Iterator[Plain]:
-        for begin in range(0, SAMPLES, size):
+        count = len(batch[0])
+        for begin in range(0, count, size):
             part = Plain(tensor[begin : begin + size] for tensor in batch)
-            part.weight = len(part[0]) / SAMPLES
+            part.weight = len(part[0]) / count
             yield part
 
     return split
@@ -346,6 +358,63 @@ def test_auto_traces_what_a_compiled_model_was_before(opened: Callable[..., pens
             for part in run.micro_batches(batch_of(number), loss):
                 (loss(part) * part.weight).backward()
     assert run.micro_batch == SAMPLES
+
+
+@torch.library.custom_op("penstock_tests::slow_copy", mutates_args=())
+def slow_copy(x: torch.Tensor) -> torch.Tensor:
+    """Takes 150 ms, which no estimate knows."""
+    time.sleep(0.15)
+    return x.clone()
+
+
+@slow_copy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_auto_chooses_once_more_by_what_the_first_step_measured(
+    opened: Callable[..., penstock.Offload],
+) -> None:
+    """A kernel takes as long for one sample as for all: larger parts are faster, though they move more."""
+
+    def program(split: Callable[..., Any]) -> Program:
+        def trained(step: Step) -> Bits:
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+            def loss(part: Any) -> torch.Tensor:
+                return model(slow_copy(part[0])).square().mean()
+
+            found: Bits = []
+            for _ in range(4):
+                with step():
+                    for part in split((torch.randn(512, 256),), loss):
+                        (loss(part) * part.weight).backward()
+                    found += bits(weight.grad for weight in model.parameters())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return found + bits(model.parameters())
+
+        return trained
+
+    sizes: list[int] = []
+    slow_disk = dataclasses.replace(HARDWARE, disk_read_bytes_per_s=5e7, disk_write_bytes_per_s=5e7)
+    run = opened("6MiB", micro_batch="auto", hardware=slow_disk, recompute=False)
+
+    def dividing(batch: Any, loss: Any) -> Any:
+        found = list(run.micro_batches(batch, loss))
+        sizes.append(len(found[0][0]))
+        return found
+
+    found = program(dividing)(run.step)
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == run.micro_batch
+    again = iter(sizes)
+
+    def as_divided(batch: Any, loss: Any) -> Any:
+        return by_hand(next(again))(batch, loss)
+
+    assert differences(found, in_memory(program(as_divided))) == []
 
 
 def test_auto_leaves_out_sizes_with_which_the_loss_fails(opened: Callable[..., penstock.Offload]) -> None:

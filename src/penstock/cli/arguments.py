@@ -177,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     _options(machine, RUN, "device_budget", required=True, kind="Budget")
     _options(machine, RUN, "endurance")
     planning = _planning(plan)
-    _options(planning, RUN, "lossy", "micro_batch", "micro_batch_order")
+    _options(planning, RUN, "lossy", "keep_weights", "micro_batch", "micro_batch_order")
     _time_limit(planning, 10.0)
     shown = plan.add_argument_group(OUTPUT)
     _add(shown, "--compare-policies", "show the plan of every policy", "bool")

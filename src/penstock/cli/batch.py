@@ -13,7 +13,7 @@ from penstock.cli.training import Training, first_batch, load_script, new_folder
 from penstock.core.hardware import Hardware
 from penstock.errors import InvalidArgument
 from penstock.planners.batch_sizes import BatchSize, BatchSizes
-from penstock.runtime.micro_batches import repeated
+from penstock.runtime.batch_parts import repeated
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 STEPS = 8  # run to confirm a size: those that are recorded, and some that are not

@@ -20,7 +20,7 @@ from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
-from penstock.options import BatchOptions
+from penstock.options import BatchOptions, PlanOptions
 from penstock.planners import Problem, solve
 from penstock.planners.microbatch import SHARE, MicroBatch
 from penstock.report import Record
@@ -53,6 +53,8 @@ def plan(options: Namespace) -> Answer:
         captured = load(Trace, options.trace)
     else:
         captured, shown = _divided(options, hardware)
+    if options.keep_weights:
+        captured = captured.with_weights_kept()
     problem = Problem(
         trace=captured, hardware=hardware, budget_bytes=options.device_budget, **_liberties(options)
     )
@@ -109,8 +111,13 @@ def _divided(options: Namespace, hardware: Hardware) -> tuple[Trace, list[str | 
             BatchOptions(micro_batch=options.micro_batch, micro_batch_order=options.micro_batch_order)
         )
         shown: list[str | Table] = []
-        machine = {"hardware": hardware, "budget_bytes": options.device_budget, "policy": options.policy}
-        machine["mode"] = mode
+        named = ("policy", "recompute", "compress", "lossy", "keep_weights")
+        machine = {
+            "hardware": hardware,
+            "budget_bytes": options.device_budget,
+            "planning": PlanOptions(**{name: getattr(options, name) for name in named}),
+            "mode": mode,
+        }
         parts = list(splitter.parts(batch, training.loss_of, lambda: machine))
         if splitter.chosen is not None:
             shown.append(_micro_batch_table(splitter.chosen))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from penstock.core.arguments import require_types
+from penstock.core.columns import KINDS
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import (
     EVERY,
@@ -102,7 +103,7 @@ def _eviction(
         yield f"{_who(evict)} {unreachable[evict.tier]}"
     period = _period(trace, periods, begin, end)
     if period is None:
-        yield f"{_who(evict)} is outside the tensor's inactive periods: {_allowed(periods)}"
+        yield f"{_who(evict)} is outside the tensor's inactive periods: {_allowed(trace, evict, periods)}"
         return
     if not period.ready <= evict.after < begin:
         yield (
@@ -137,7 +138,7 @@ def _recomputation(trace: Trace, entry: Recompute, periods: Sequence[InactivePer
     elif entry.begin <= producer:
         yield f"{_who(entry)} begins before {_kernel(trace, producer)} has made the tensor"
     if _period(trace, periods, entry.begin, entry.end) is None:
-        yield f"{_who(entry)} is outside the tensor's inactive periods: {_allowed(periods)}"
+        yield f"{_who(entry)} is outside the tensor's inactive periods: {_allowed(trace, entry, periods)}"
 
 
 def _period(trace: Trace, periods: Iterable[InactivePeriod], begin: int, end: int) -> InactivePeriod | None:
@@ -148,7 +149,10 @@ def _period(trace: Trace, periods: Iterable[InactivePeriod], begin: int, end: in
     return None
 
 
-def _allowed(periods: Iterable[InactivePeriod]) -> str:
+def _allowed(trace: Trace, interval: Evict | Recompute, periods: Iterable[InactivePeriod]) -> str:
+    if not trace.movable[interval.tensor]:
+        kind = KINDS[trace.tensor_kind[interval.tensor]].replace("_", " ")
+        return f"it is a tensor that stays on the device (kind: {kind})"
     return ", ".join(f"[{period.begin}, {period.end})" for period in periods) or "never"
 
 

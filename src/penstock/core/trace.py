@@ -277,6 +277,12 @@ class Trace(files.Saved):
             return self
         return replace(self, tensor_death=death, tensor_persistent=self.tensor_persistent & ~(goes & ~used))
 
+    def with_weights_kept(self) -> Trace:
+        """The same iteration, in which weights and their gradients do not leave the device (moDNN section
+        3.2)."""
+        kept = np.isin(self.tensor_kind, [KINDS.index("weight"), KINDS.index("gradient")])
+        return replace(self, tensor_movable=self.movable & ~kept)
+
     @cached_property
     def packed_bytes(self) -> IntArray:
         """[T] what each tensor takes compressed. As bitmask-CSR (FlashNeuron section 3.2): a bit for each

@@ -38,6 +38,7 @@ def plan(
     *,
     device_budget_bytes: int | str | None = None,
     lossy: str | None = None,
+    keep_weights: bool = False,
 ) -> Plan:
     """Decide what leaves the device, when, where to, in what form, and when it comes back.
 
@@ -48,6 +49,8 @@ def plan(
     time_limit_s          for planning; a policy that reaches it returns the best it has found
     lossy                 "fp16" or "bf16": float32 activations that are saved for backward may leave in it,
                           and come back rounded; see `Trace.with_lossy`. None: everything comes back as it was
+    keep_weights          weights and their gradients stay on the device: the plan is for
+                          `Trace.with_weights_kept`
     device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
 
     The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
@@ -60,6 +63,8 @@ def plan(
     if isinstance(device_budget_bytes, str):
         device_budget_bytes = parse_budget(device_budget_bytes)
     budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
+    if keep_weights:
+        trace = trace.with_weights_kept()
     problem = Problem(trace, hardware, budget, recompute, compress, lossy, time_limit_s)
     return solve(problem, policy)
 

@@ -72,6 +72,9 @@ def choose_micro_batch(
     budget_bytes: int,
     policy: str = "optimal",
     *,
+    recompute: bool = True,
+    compress: bool = True,
+    lossy: str | None = None,
     time_limit_s: float = 10.0,
 ) -> MicroBatch:
     """The size of the micro-batch with the least predicted time.
@@ -81,7 +84,7 @@ def choose_micro_batch(
                    it raises InvalidArgument are left out
     batch          samples
     budget_bytes   of the device
-    policy         name in penstock.planners.POLICIES
+    policy, recompute, compress, lossy   what plans may do, as in `penstock.plan`
     time_limit_s   for planning, all sizes together
 
     Raises InvalidArgument where the batch has no samples or no size can be traced, BudgetTooSmall where not
@@ -134,7 +137,11 @@ def choose_micro_batch(
         )
         limit_s = time_limit_s / len(wanted)
         try:
-            made = plan(trace, hardware, policy, False, False, limit_s, device_budget_bytes=budget_bytes)
+            made = plan(
+                *(trace, hardware, policy, recompute, compress, limit_s),
+                device_budget_bytes=budget_bytes,
+                lossy=lossy,
+            )
         except (BudgetTooSmall, SpillSpaceFull, InvalidArgument) as error:
             last_error = error
             table.append(replace(row, reason=str(error)))

@@ -75,8 +75,10 @@ class Clock(TorchDispatchMode):
         smallest_bytes: int,
         interrupts: Interrupts | None = None,
         variants: bool = False,
+        keeps_weights: bool = False,
     ) -> None:
         super().__init__()
+        self._stays = (WEIGHT, GRADIENT) if keeps_weights else ()
         self._interrupts = interrupts or Interrupts()
         engine.check_interrupt = self._interrupts.check
         self._device = device
@@ -469,6 +471,8 @@ class Clock(TorchDispatchMode):
         in the future, where that is known, else what was used least recently."""
         self.storages.remove_dead()  # a copy that is over may have been the last to hold one
         kernels, by_use = self._kernels, self.storages.by_use()
+        if self._stays:
+            by_use = [managed for managed in by_use if managed.kind not in self._stays]
         schedule: Schedule | None = kernels.schedule
         if schedule is None:
             return by_use

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,9 +19,10 @@ from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillSpaceFull
-from penstock.options import BatchOptions, choices
+from penstock.options import BatchOptions, PlanOptions, choices
 from penstock.planners import plan
 from penstock.planners.microbatch import MicroBatch, choose_micro_batch
+from penstock.runtime.batch_parts import parts, samples
 from penstock.runtime.devices.drivers import make_driver
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.layer_order import blocks_of, layer_by_layer
@@ -34,6 +34,7 @@ NOTE = "micro_batch"  # of a trace: samples in a part
 ORDER_NOTE = "micro_batch_order"
 PART, LAYER, AUTO = choices("Order")
 ORDER_PLANNING_S = 5.0  # for each order
+CLEARLY = 0.95  # of the predicted time: less is worth steps of another kind
 SLOWEST_GPU = "v100"  # whose times are taken for a GPU without a data sheet
 
 logger = logging.getLogger("penstock")
@@ -76,6 +77,7 @@ class Splitter:
         self.size = wanted if isinstance(wanted, int) else 0
         self.count = 0
         self.chosen: MicroBatch | None = None
+        self._chooses_again = self.wanted == AUTO
         self._most = 0  # samples of a batch so far
         self._inspects = wanted is not None
         self._inexact = OperatorFinder(_inexact)
@@ -108,13 +110,22 @@ class Splitter:
             for what in self._random.found:
                 logger.warning("micro-batches layer by layer give other results: %s", what)
 
-    def parts(self, batch: Any, loss: Loss | None, machine: Callable[[], dict[str, Any]]) -> Iterator[Any]:
+    def parts(
+        self,
+        batch: Any,
+        loss: Loss | None,
+        machine: Callable[[], dict[str, Any]],
+        step: Trace | None = None,
+    ) -> Iterator[Any]:
         """The parts of the batch.
 
         loss      of a part, where the size is to be chosen
         machine   returns the other arguments of `choose`
+        step      measured, if one was: a size that was chosen is chosen once more by it
         """
         count = samples(batch)
+        if self.chosen is not None and self._chooses_again and step is not None and loss is not None:
+            self._choose_again(loss, batch, step, machine())
         if self.wanted == AUTO and not self.size:
             if loss is None:
                 raise InvalidArgument(
@@ -122,6 +133,7 @@ class Splitter:
                     "run.micro_batches(batch, loss), or give micro_batch as a number"
                 )
             self.chosen = chosen = choose(loss, batch, **machine())
+            assert chosen is not None
             logger.info(
                 "batches of %d samples are divided into micro-batches of %d; moDNN's equation 8 says %d",
                 count,
@@ -139,110 +151,22 @@ class Splitter:
         self.count = -(-count // size)
         return parts(batch, size)
 
-
-def samples(batch: Any) -> int:
-    """How many samples a batch has: the first dimension of its tensors. Raises InvalidArgument."""
-    sizes = dict.fromkeys(len(leaf) for leaf in _leaves(batch) if _is_array(leaf))
-    if not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in _leaves(batch)):
-        raise InvalidArgument(
-            f"a batch of type {type(batch).__name__} has no tensor to divide: give a tensor, or a tuple, "
-            "list, mapping or dataclass of tensors whose first dimension counts samples"
-        )
-    if len(sizes) > 1:
-        raise InvalidArgument(
-            f"the tensors of the batch have first dimensions of {' and '.join(map(str, sizes))}: it has to "
-            "be the number of samples in all of them. Give what all samples share to the loss in another way"
-        )
-    (count,) = sizes
-    if not count:
-        raise InvalidArgument("the batch has no samples: leave empty batches out")
-    return count
-
-
-def parts(batch: Any, size: int) -> Iterator[Any]:
-    """Parts of ``size`` samples, of the batch's own type; the last one may be smaller.
-
-    Tensors and arrays are divided by their first dimension, and so are lists of as many other things, such as
-    names. What else is in the batch comes with every part. ``part.weight`` is the part's share of samples.
-    """
-    count = samples(batch)
-    for begin in range(0, count, size):
-        end = min(begin + size, count)
-        yield _part(batch, slice(begin, end), count, weight=(end - begin) / count)
-
-
-def repeated(batch: Any, size: int) -> Any:
-    """A batch of ``size`` samples, of the batch's own type: its own, again and again where they are fewer."""
-    count = samples(batch)
-    return _part(batch, [sample % count for sample in range(size)], count)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name))
-    else:
-        yield value
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
-
-
-def _part(value: Any, which: slice | list[int], count: int, weight: float | None = None) -> Any:
-    """Some of ``count`` samples; with a weight, where one is given."""
-
-    def inner(item: Any) -> Any:
-        return _part(item, which, count)
-
-    made: Any
-    kind: Any = type(value) if weight is None else _weighted(type(value))  # type: ignore[arg-type]
-    if _is_array(value):
-        made = value[which]
-    elif isinstance(value, tuple):
-        made = tuple.__new__(kind, map(inner, value))
-    elif isinstance(value, list):
-        whole = len(value) == count and not any(map(_is_array, _leaves(value)))
-        items = value[which] if isinstance(which, slice) else map(value.__getitem__, which)
-        made = kind(items if whole else map(inner, value))
-    elif isinstance(value, dict) and not type(value).__dictoffset__:
-        made = (dict if weight is None else _weighted(dict))((k, inner(item)) for k, item in value.items())
-    elif isinstance(value, Mapping):
-        made = copy.copy(value)
-        for key, item in value.items():
-            made[key] = inner(item)  # type: ignore[index]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = object.__new__(kind)
-        for name, item in getattr(value, "__dict__", {}).items():
-            object.__setattr__(made, name, item)
-        for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, inner(getattr(value, field.name)))
-    else:
-        made = value
-    if weight is not None:
-        set_attribute = object.__setattr__ if dataclasses.is_dataclass(made) else setattr
-        set_attribute(made, "weight", weight)
-    return made
-
-
-@cache
-def _weighted(kind: Any) -> Any:
-    """A type like ``kind`` whose instances have room for a weight."""
-    fields = getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ())
-    if "weight" in fields:
-        raise InvalidArgument(
-            f"batches of type {kind.__name__} have a field `weight`, and `part.weight` is the part's share "
-            "of the samples: give the field another name, or batches as a dict"
-        )
-    if not kind.__dictoffset__:
-        return type(kind.__name__, (kind,), {"__module__": kind.__module__})
-    return kind
+    def _choose_again(self, loss: Loss, batch: Any, step: Trace, machine: dict[str, Any]) -> None:
+        """By what a step has measured. The size changes where the batch takes clearly less with another."""
+        self._chooses_again = False
+        if step.notes.get(NOTE) != str(self.size):
+            return
+        try:
+            found = choose(loss, batch, **machine, step=step)
+        except (BudgetTooSmall, SpillSpaceFull, InvalidArgument) as error:
+            logger.info("the size of micro-batches stays %d: %s", self.size, error)
+            return
+        if found is None:
+            return
+        mine = next((row for row in found.table if row.size == self.size and not row.reason), None)
+        if mine is None or found.predicted_s < CLEARLY * mine.predicted_s:
+            logger.info("micro-batches of %d samples, as measured, not %d", found.size, self.size)
+            self.size, self.chosen = found.size, found
 
 
 def accumulate(
@@ -289,15 +213,19 @@ def choose(
     batch: Any,
     hardware: Hardware,
     budget_bytes: int,
-    policy: str,
+    planning: PlanOptions,
     *,
     device: str = "cpu",
     mode: FakeTensorMode | None = None,
-) -> MicroBatch:
+    step: Trace | None = None,
+) -> MicroBatch | None:
     """How to divide the batch. The loss of parts of several sizes is traced without running it.
 
-    device   as in `penstock.trace`
-    mode     the fake mode that the model was built in, if it was
+    planning   what plans may do
+    device     as in `penstock.trace`
+    mode       the fake mode that the model was built in, if it was
+    step       a divided one, measured: times and workspaces of parts are taken from it. The result is None
+               where its kernels are not those of parts, one after the other
 
     Raises what `penstock.trace` and `choose_micro_batch` raise.
     """
@@ -314,22 +242,67 @@ def choose(
         try:
             # Compiled for fake tensors, regions would be compiled again for real ones.
             with _disable_current_modes(), torch.compiler.set_stance("force_eager"):
-                return trace(step, device=device, warmup=warmup, mode=mode)
+                found = trace(step, device=device, warmup=warmup, mode=mode)
         except InvalidArgument as error:
             raise InvalidArgument(f"{error}; or give micro_batch as a number") from error
         except (ValueError, RuntimeError) as error:  # such as batch normalization of a single value
             raise InvalidArgument(
                 f"the loss cannot be traced for {size} samples: {error}. Give micro_batch as a number"
             ) from error
+        if planning.keep_weights:  # no optimizer says which tensors these are: they outlive a part
+            found = dataclasses.replace(found, tensor_movable=found.movable & ~found.tensor_persistent)
+        return found
 
-    return choose_micro_batch(trace_of, hardware, count, budget_bytes, policy)
+    asked: Callable[[int], Trace] | None = trace_of
+    if step is not None and (asked := as_measured(trace_of, int(step.notes[NOTE]), step)) is None:
+        return None
+    assert asked is not None
+    return choose_micro_batch(
+        *(asked, hardware, count, budget_bytes, planning.policy),
+        recompute=planning.recompute,
+        compress=planning.compress,
+        lossy=planning.lossy,
+    )
+
+
+def as_measured(trace_of: Callable[[int], Trace], size: int, step: Trace) -> Callable[[int], Trace] | None:
+    """Traces of parts, with what a step measured. None where the step's kernels are not those of its parts.
+
+    Kernels take so many times their estimate as those of the step's last part do, and the workspace that
+    these took, in proportion to the samples.
+
+    trace_of   of a part of so many samples, estimated
+    size       samples in the parts of the step
+    step       measured
+    """
+    estimated = trace_of(size)
+    names, count = estimated.kernel_name, estimated.kernels
+    ends = range(step.kernels, count - 1, -1)
+    end = next((end for end in ends if step.kernel_name[end - count : end] == names), None)
+    if not step.measured or not count or end is None:
+        return None
+    part = slice(end - count, end)
+    ratio = step.kernel_time_s[part] / np.maximum(estimated.kernel_time_s, 1e-9)
+    workspace_bytes = step.kernel_workspace_bytes[part]
+
+    def measured(samples: int) -> Trace:
+        found = estimated if samples == size else trace_of(samples)
+        if found.kernel_name != names:  # other kernels: they are as much slower together
+            share = float(step.kernel_time_s[part].sum()) / estimated.ideal_s
+            return found.with_times(found.kernel_time_s * share)
+        scaled = np.ceil(workspace_bytes * (samples / size)).astype(np.int64)
+        return dataclasses.replace(
+            found.with_times(found.kernel_time_s * ratio), kernel_workspace_bytes=scaled
+        )
+
+    return measured
 
 
 def choose_order(
     run: Callable[[str], object],
     hardware: Hardware,
     budget_bytes: int,
-    policy: str,
+    planning: PlanOptions,
     *,
     device: str = "cpu",
     mode: FakeTensorMode | None = None,
@@ -337,9 +310,10 @@ def choose_order(
     """The order of parts with the least predicted time; "part" where random numbers are drawn, since another
     order gives other ones.
 
-    run      forward and backward of a batch in the order that it is given. It is traced without running it
-    device   as in `penstock.trace`
-    mode     the fake mode that the model was built in, if it was
+    run        forward and backward of a batch in the order that it is given. It is traced without running it
+    planning   what plans may do
+    device     as in `penstock.trace`
+    mode       the fake mode that the model was built in, if it was
 
     Raises what `penstock.trace` raises, and what `penstock.plan` raises where no order fits.
     """
@@ -365,7 +339,9 @@ def choose_order(
     for order, found in traces.items():
         try:
             predicted_s[order] = plan(
-                found, hardware, policy, False, False, ORDER_PLANNING_S, device_budget_bytes=budget_bytes
+                *(found, hardware, planning.policy, planning.recompute, planning.compress, ORDER_PLANNING_S),
+                device_budget_bytes=budget_bytes,
+                lossy=planning.lossy,
             ).predicted_s
         except (BudgetTooSmall, SpillSpaceFull) as error:
             failed.append(error)

@@ -72,7 +72,14 @@ class Offload:
         device.engine = self._engine
         self._interrupts = Interrupts()
         smallest_bytes = parse_bytes(kinds.planning.smallest_bytes)
-        self._clock = Clock(device, self._engine, smallest_bytes, self._interrupts, kinds.planning.variants)
+        self._clock = Clock(
+            device,
+            self._engine,
+            smallest_bytes,
+            self._interrupts,
+            variants=kinds.planning.variants,
+            keeps_weights=kinds.planning.keep_weights,
+        )
         self.timeline: Timeline | None = None
         self._in_step = False
         self._closed = False
@@ -182,13 +189,16 @@ class Offload:
         notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
         recording.take_times()
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
+        if self._kinds.planning.keep_weights:
+            trace = trace.with_weights_kept()
         if planned is not None and not planned.has_grown(int(trace.tensor_bytes.sum())):
             engine = self._engine
             self.timeline = measured_timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
         if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s):
             self._spill.save_tables()  # others can use what the first steps taught
         budget_bytes = self._engine.budget_bytes
-        if self._device.peak_bytes() > budget_bytes:  # by what cannot leave, and kernels ask for at once
+        # What cannot leave, and kernels ask for at once, or what is to stay.
+        if self._device.peak_bytes() > budget_bytes or self._kinds.planning.keep_weights:
             refuse_below_minimum(trace, budget_bytes)
 
     def _time_last_step(self) -> None:
@@ -265,14 +275,16 @@ class Offload:
             return accumulate(parts, loss, self._splitter.order, blocks, self._interrupts)
 
     def _parts(self, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> Iterator[Any]:
-        return self._splitter.parts(batch, loss, self._machine)
+        # Ranks average what as many parts give: each would choose again by its own times.
+        step = self.trace if ranks.shared_store() is None else None
+        return self._splitter.parts(batch, loss, self._machine, step)
 
     def _machine(self) -> dict[str, Any]:
         """What the sizes and the order of parts are chosen for."""
         return {
             "hardware": self.hardware,
             "budget_bytes": self._engine.budget_bytes,
-            "policy": self._kinds.planning.policy,
+            "planning": self._kinds.planning,
             "device": data_sheet(self._device_name),
         }
 

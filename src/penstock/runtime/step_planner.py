@@ -129,8 +129,9 @@ class StepPlanner:
                 "this plan does not say which step it is for: make it with `penstock plan`, or give "
                 "penstock.plan's own result"
             )
-        refuse_below_minimum(plan.trace, hardware.device_bytes)
-        kind = self._checked(plan.trace, plan, hardware)
+        trace = plan.trace.with_weights_kept() if self._options.keep_weights else plan.trace
+        refuse_below_minimum(trace, hardware.device_bytes)
+        kind = self._checked(trace, plan, hardware)
         return replace(kind, plan=plan, recordings_left=RECORDINGS, fixed=True)
 
     def recorded(
