@@ -4,9 +4,9 @@
 
 FlashNeuron (FAST 2021), moDNN (IEEE TPDS 2019), Fastensor (ACM TACO 2023), G10 (MICRO 2023), DLFS (CLUSTER
 2019). For each claim the paper's figure and its conditions, ours and its own, and the ratio of the two where
-both are one number. Two tables: what was measured on this machine, and what was simulated on the traces that
-G10's authors published (three of them are in tests/data/g10; all: see PENSTOCK_G10_DATA). What cannot be
-measured on such a machine says so.
+both are one number. Two tables: what was measured on this machine, and what was simulated: on the traces that
+G10's authors published (three of them are in tests/data/g10; all: see PENSTOCK_G10_DATA), and on fake traces
+of moDNN's networks. What cannot be measured on such a machine says so.
 
 Each training is a process of its own, one after the other: the first five steps are recorded and not counted,
 times are medians with quartiles. `--quick` checks that it all works; its figures mean nothing. `--parts` runs
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from papers_bench import simulated, storage, training
+from papers_bench import feature_maps, modnn, modnn_runs, simulated, storage, training
 from papers_bench.rows import Row, markdown
 from step_time import add_common_arguments, heading, wide_console, write
 
@@ -39,15 +39,22 @@ MEASURED: dict[str, Callable[[training.Session], training.Found]] = {
     "depth": training.depth,
     "throughput": training.throughput,
     "least_memory": training.least_memory,
+    "modnn_runs": modnn_runs.least_memory,
     "csr": training.csr,
     "addresses": training.addresses,
     "isolation": training.isolation,
     "choice": lambda session: storage.choice(session.spill_dir, session.quick, session.tell),
     "transfers": lambda session: storage.transfers(session.spill_dir, session.quick, session.tell),
+    "feature_maps": feature_maps.feature_maps,
     "samples": lambda session: storage.samples(session.spill_dir, session.quick, session.tell),
 }
-SIMULATED = "g10"
-PARTS = (*MEASURED, SIMULATED)
+# (quick, seconds to plan in, tell)
+SIMULATED: dict[str, Callable[[bool, float, Callable[[str], None]], training.Found]] = {
+    "g10": simulated.g10,
+    "modnn_memory": lambda quick, _, tell: modnn.least_memory(quick, tell),
+    "modnn_speed": modnn.speed,
+}
+PARTS = (*MEASURED, *SIMULATED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             part_began_s = time.perf_counter()
             data: dict[str, Any] = {}
             try:
-                if part == SIMULATED:
-                    rows, data = simulated.g10(options.quick, options.time_limit, tell)
+                if part in SIMULATED:
+                    rows, data = SIMULATED[part](options.quick, options.time_limit, tell)
                 else:
                     rows, data = MEASURED[part](session)
             except Exception as error:  # the others go on
@@ -109,7 +116,7 @@ def tables(parts: dict[str, Any]) -> str:
         if any(part["quick"] for part in parts.values())
         else ""
     )
-    measured, simulated_rows = markdown(rows(list(MEASURED))), markdown(rows([SIMULATED]))
+    measured, simulated_rows = markdown(rows(list(MEASURED))), markdown(rows(list(SIMULATED)))
     return f"{note}\n## Measured\n\n{measured}\n\n## Simulated\n\n{simulated_rows}\n{note}"
 
 

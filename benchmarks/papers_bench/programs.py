@@ -19,6 +19,7 @@ import gpt  # noqa: E402
 from planning.models import Bottleneck, Vit  # noqa: E402
 
 import penstock  # noqa: E402
+from papers_bench.modnn_networks import NETWORKS  # noqa: E402
 
 CLASSES = 10
 Program = tuple[nn.Module, torch.optim.Optimizer, Iterator[Any], Callable[[nn.Module, Any], Tensor]]
@@ -28,9 +29,9 @@ Program = tuple[nn.Module, torch.optim.Optimizer, Iterator[Any], Callable[[nn.Mo
 class Config:
     """One network.
 
-    model   "gpt", "vit", "resnet" or "vgg"
+    model   "gpt", "vit", "resnet" or "vgg", or one of moDNN's networks
     batch   samples
-    depth   blocks; of a VGG, convolutions in each of its five stages
+    depth   blocks; of a VGG, convolutions in each of its five stages; of moDNN's networks no matter
     width   channels
     side    of an image in pixels; of a GPT, characters of context
     """
@@ -78,7 +79,8 @@ class Vgg(nn.Module):
 
 
 def build(config: Config) -> Program:
-    """(model, optimizer, batches, loss). Adam for transformers, momentum for the others, as is usual."""
+    """(model, optimizer, batches, loss). Adam for transformers, momentum for the others, as is usual; plain
+    gradient descent for moDNN's networks, as in the paper."""
     if config.model == "gpt":
         return gpt.build(
             gpt.Config(
@@ -94,6 +96,9 @@ def build(config: Config) -> Program:
     if config.model == "vit":
         model: nn.Module = Vit(config.depth, config.width, max(1, config.width // 64), config.side, 8)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    elif config.model in NETWORKS:
+        model = NETWORKS[config.model].build(config.width, config.side)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     else:
         model = (
             ResNet(config.depth, config.width)
