@@ -64,6 +64,7 @@ Machine machine_of(const nb::dict& machine, const Trace& trace) {
   m.compress_s = copied(nb::cast<Column<double>>(machine["compress_s"]));
   m.expand_s = copied(nb::cast<Column<double>>(machine["expand_s"]));
   m.copy_overhead_s = nb::cast<double>(machine["copy_overhead_s"]);
+  m.byte_overhead_s = nb::cast<double>(machine["byte_overhead_s"]);
   const auto links = nb::cast<nb::list>(machine["links"]);
   for (std::size_t link = 0; link < kLinks; ++link) {
     const auto values = nb::cast<nb::tuple>(links[link]);

@@ -55,6 +55,7 @@ struct Machine {
   double duplex = 1.0;
   std::vector<double> compress_s, expand_s;  // [T]
   double copy_overhead_s = 0.0;  // of the compute stream, for each copy that it starts
+  double byte_overhead_s = 0.0;  // likewise, for each byte of it
   std::array<double, kLinks> latency_s{};
   // By link: [T] bytes per second of each tensor when alone there, as it is and compressed; 0: no such link.
   std::array<std::vector<double>, kLinks> rate, rate_compressed;

@@ -324,9 +324,7 @@ void Replayer::execute(Index kernel, bool last) {
 }
 
 void Replayer::charge_copies() {
-  const auto count = std::exchange(started_, 0);
-  if (count > 0 && machine_.copy_overhead_s > 0)
-    work(kStartCopies, -1, static_cast<double>(count) * machine_.copy_overhead_s, 0);
+  if (const auto seconds = std::exchange(uncharged_s_, 0.0); seconds > 0) work(kStartCopies, -1, seconds, 0);
 }
 
 void Replayer::unpacked(Index row) {

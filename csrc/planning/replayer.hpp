@@ -75,10 +75,16 @@ class Replayer {
   void leave(Index row);
   void compress(Index row, Index kernel);
 
+  // A copy is issued, out or back.
+  void start(Index row) {
+    const auto size = is_csr(rows_.action[row]) ? packed(row) : raw(row);
+    uncharged_s_ += machine_.copy_overhead_s + static_cast<double>(size) * machine_.byte_overhead_s;
+  }
+
   // Asks for a tensor back. One whose copy is not complete never left.
   void issue(Index row);
   void ask(Index row) {
-    ++started_;
+    start(row);
     state_[at(row)] = kWaiting;
     push(needed_[at(row)] ? demands_ : prefetches_, row);
   }
@@ -202,7 +208,7 @@ class Replayer {
   std::array<Bytes, 3> levels_{};  // bytes in use by tier
   Bytes reserve_ = 0;              // what the kernel at hand still has to allocate
   Index missing_ = 0;              // copies that the kernel at hand waits for
-  Index started_ = 0;              // copies that the compute stream has not been charged for
+  double uncharged_s_ = 0;         // what the compute stream still pays for copies that were issued
   Index freeing_ = 0;              // what will free memory when its copy is complete
   bool reported_ = false, ended_ = false;
   std::array<Bytes, kLinks> moved_before_{};

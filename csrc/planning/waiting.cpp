@@ -11,7 +11,7 @@ void Replayer::write_after(Index kernel) {
 
 void Replayer::write(Index row) {
   if (written_[at(row)] == kQueued || written_[at(row)] == kUnderWay) return;
-  ++started_;
+  start(row);
   written_[at(row)] = kQueued;
   push(writes_queue_[is_disk(rows_.action[row]) ? 1 : 0], row);
 }

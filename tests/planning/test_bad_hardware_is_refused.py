@@ -36,6 +36,8 @@ REAL = machine(host_bytes=2**40)
         ({"duplex": math.nan}, "duplex is nan"),
         ({"copy_overhead_s": -1e-6}, "copy_overhead_s is -1e-06: give seconds"),
         ({"copy_overhead_s": math.inf}, "copy_overhead_s is inf"),
+        ({"byte_overhead_s": -1e-9}, "byte_overhead_s is -1e-09: give seconds"),
+        ({"byte_overhead_s": math.nan}, "byte_overhead_s is nan"),
         ({"measured_rates": {"tape": ((1, 1.0),)}}, "names the link 'tape'"),
         ({"measured_rates": {"disk_read": ((4096, 0.0),)}}, "disk_read are .* give rates above 0"),
         ({"measured_rates": {"disk_read": ((4096, math.nan),)}}, "give rates above 0"),
@@ -50,10 +52,10 @@ def test_a_number_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 
 def test_files_that_do_not_know_what_a_copy_costs_are_read(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
-    replace(REAL, copy_overhead_s=1e-4).save(path)
-    assert Hardware.load(path).copy_overhead_s == 1e-4
+    replace(REAL, copy_overhead_s=1e-4, byte_overhead_s=1e-10).save(path)
+    assert Hardware.load(path).overhead_s(10**6) == pytest.approx(2e-4)
     document = json.loads(path.read_text())
-    del document["value"]["copy_overhead_s"]
+    del document["value"]["copy_overhead_s"], document["value"]["byte_overhead_s"]
     path.write_text(json.dumps(document))
     assert Hardware.load(path) == REAL
 

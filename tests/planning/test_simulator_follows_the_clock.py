@@ -67,12 +67,32 @@ def test_each_copy_costs_the_compute_stream_its_start() -> None:
     assert sum(end - start for index, start, end in on(twice, "compute") if index < 0) == 1.5
 
 
-@given(trace=whole_traces(), hardware=machines, share=st.floats(0, 1), overhead_s=st.sampled_from([0.0, 0.3]))
-@settings(max_examples=40)
+def test_kernels_lose_time_to_each_byte_that_is_copied() -> None:
+    """Half a second for the 100 bytes of a write, and of a read, and a quarter for the 50 of a packed copy."""
+    hardware = replace(machine(1000.0), byte_overhead_s=0.5 / 100)
+    evict = Evict(0, after=0, begin=1, end=4, prefetch_at=3)
+    timeline = replay(five_kernels(), evict, budget=200, hardware=hardware)
+    lost = [(start, end) for index, start, end in on(timeline, "compute") if index < 0]
+    assert [end - start for start, end in lost] == [0.5, 0.5]
+    assert timeline.iteration_s == 6
+    assert replay(five_kernels(), evict, budget=200, hardware=machine(1000.0)).iteration_s == 5
+    # It is nobody's time where kernels would have waited: the disk takes 2 s each way.
+    slow = replace(machine(50.0), byte_overhead_s=0.5 / 100)
+    assert replay(five_kernels(), evict, budget=200, hardware=slow).iteration_s == 7
+
+
+@given(
+    trace=whole_traces(),
+    hardware=machines,
+    share=st.floats(0, 1),
+    overhead_s=st.sampled_from([0.0, 0.3]),
+    byte_overhead_s=st.sampled_from([0.0, 0.01]),
+)
+@settings(max_examples=60)
 def test_plans_are_legal_whatever_a_copy_costs(
-    trace: Trace, hardware: Hardware, share: float, overhead_s: float
+    trace: Trace, hardware: Hardware, share: float, overhead_s: float, byte_overhead_s: float
 ) -> None:
-    hardware = replace(hardware, copy_overhead_s=overhead_s)
+    hardware = replace(hardware, copy_overhead_s=overhead_s, byte_overhead_s=byte_overhead_s)
     least = minimum_bytes(trace)
     budget = least + int(share * (trace.peak_bytes - least))
     try:

@@ -10,13 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import penstock
 from penstock.runtime.devices import Moved
-from penstock.runtime.drift import LEAST_BYTES, SKIPPED_STEPS, WINDOW, Drift, with_rates_of
+from penstock.runtime.drift import (
+    LEAST_BYTES,
+    MOST_OVERHEAD,
+    SKIPPED_STEPS,
+    WINDOW,
+    Drift,
+    with_rates_of,
+    without_copies,
+)
 from penstock.storage.paths import TRANSPORTS
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded
 from tests.support.slow_disk import Rate, SlowDisk
@@ -284,6 +293,65 @@ def test_kernels_that_take_longer_than_at_first_have_drifted(
         assert not drift.kernels_have_drifted
         drift.add_step((), 1.2, 1.2)
     assert drift.kernels_have_drifted
+
+
+def followed(
+    planned: tuple[penstock.Trace, penstock.Plan], hardware: penstock.Hardware, late_s: float
+) -> Drift:
+    """Steps that take so much longer than predicted, and the kernels in them."""
+    drift = Drift(*planned, hardware)
+    timeline = penstock.simulate(*planned, hardware)
+    for _ in range(SKIPPED_STEPS + WINDOW):
+        assert drift.calibrated(planned[0]) is None
+        kernels_s = timeline.busy_s("compute") + late_s
+        drift.add_step(moves(*planned), timeline.iteration_s + late_s, kernels_s)
+    return drift
+
+
+def test_what_steps_take_longer_is_put_down_to_copies_and_then_to_kernels(
+    planned: tuple[penstock.Trace, penstock.Plan],
+) -> None:
+    trace, plan = planned
+    moved_bytes = sum(move.size_bytes for move in moves(*planned))
+    predicted_s = penstock.simulate(trace, plan, GIVEN).iteration_s
+    hardware = replace(GIVEN, byte_overhead_s=predicted_s / 2 / moved_bytes)
+    predicted = penstock.simulate(trace, plan, hardware)
+    predicted_s = predicted.iteration_s
+    for share, slower, cost in (
+        (0.5, False, True),
+        (0.02, False, False),
+        (10.0, True, True),
+        (-0.2, True, False),
+    ):
+        drift = followed(planned, hardware, share * predicted_s)
+        found = drift.calibrated(trace)
+        assert drift.calibrated(trace) is None, "once"
+        assert (drift.kernels_have_drifted, drift.copies_cost_more) == (slower, cost), share
+        if abs(share) < 0.03:
+            assert found is None
+            continue
+        assert found is not None
+        now = penstock.simulate(found[0], plan, found[1])
+        assert now.busy_s("compute") == pytest.approx(
+            predicted.busy_s("compute") + share * predicted_s, rel=0.1
+        )  # copies that are abandoned cost something, too
+        if not slower:
+            assert np.array_equal(found[0].kernel_time_s, trace.kernel_time_s)
+        assert found[1].byte_overhead_s <= MOST_OVERHEAD * hardware.byte_overhead_s * 1.001
+    found = followed(planned, GIVEN, predicted_s).calibrated(trace)
+    assert found is not None and found[1] == GIVEN, "a GPU loses nothing to copies"
+
+
+def test_kernels_of_a_recorded_step_are_timed_without_what_they_lose_to_copies(
+    planned: tuple[penstock.Trace, penstock.Plan],
+) -> None:
+    trace, kernel_s = planned[0], float(planned[0].kernel_time_s.sum())
+    kernels = [(0.0, kernel_s, 0)]
+    moved = [Moved("disk_read", kernel_s / 2, 1.5 * kernel_s, 0, 1000)]  # half beside kernels
+    hardware = replace(GIVEN, byte_overhead_s=0.2 * kernel_s / 1000)
+    found = without_copies(trace, kernels, moved, hardware)
+    assert found.kernel_time_s.sum() == pytest.approx(0.9 * kernel_s)
+    assert without_copies(trace, kernels, moved, GIVEN) is trace
 
 
 def test_the_rates_of_a_step_are_those_of_its_copies(planned: tuple[penstock.Trace, penstock.Plan]) -> None:

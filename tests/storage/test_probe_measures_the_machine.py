@@ -30,6 +30,7 @@ def test_a_cpu_is_probed_in_time(tmp_path: Path) -> None:
     assert hardware.disk_shares_bus is False
     assert 0 < hardware.duplex <= 1
     assert 0 <= hardware.copy_overhead_s < 0.1
+    assert 0 <= hardware.byte_overhead_s < 1e-7
     for rate in (hardware.compress_bytes_per_s, hardware.expand_bytes_per_s):
         assert 1e6 < rate < 1e11  # measured: the defaults are a GPU's
     assert set(hardware.measured_rates) == {"disk_write", "disk_read"}

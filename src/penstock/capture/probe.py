@@ -36,6 +36,8 @@ SAMPLES = (3, 9)  # at least, at most
 DUPLEX_BYTES = 4 * MIB
 STARTED_BYTES, STARTED = 64 * KIB, 32  # copies with which the cost of starting one is measured
 KERNELS, KERNEL_ELEMENTS = 50, 1 << 15  # between two such copies, and what each of them works on
+PARALLEL_KERNELS, PARALLEL_ELEMENTS = 30, 1 << 20
+HUNG_S = 2.0  # kernels run beside copies no longer
 CODED_BYTES = 8 * MIB  # on a CPU
 CODED_BYTES_THERE = (MIB, 8 * MIB, 64 * MIB)  # on an accelerator, one after the other while it is fast
 CODED_S = 0.03
@@ -58,7 +60,7 @@ def probe(
     file of up to 512 MiB. Rates are medians over batches with several transfers in flight, from huge
     pages and to space that was written before: the state a training run is in from its second step on.
     A disk too slow for its budget is not measured at the largest sizes. On a CPU, the cost of starting a
-    copy is what a thread that computes loses to it; on a GPU it is 0, as kernels run by themselves there.
+    copy, and each byte of it, is what kernels lose to it; on a GPU it is 0, as they run by themselves there.
     The rates of bitmask-CSR are of penstock.codecs, with every other element zero; on a CPU, of one thread.
 
     device   "cpu", or a GPU such as "cuda:0"
@@ -87,6 +89,7 @@ def probe(
             "device_bytes": driver.total_bytes,
             "host_bytes": available_bytes(),
             "copy_overhead_s": 0.0,
+            "byte_overhead_s": 0.0,
         }
     for link, points in fields["measured_rates"].items():
         fields.setdefault(f"{link}_latency_s", points[0][0] / points[0][1])
@@ -197,6 +200,31 @@ class _Batches:
         lost_s = [kernels_s(True) - kernels_s(False) for _ in range(SAMPLES[1])]
         return max(0.0, statistics.median(lost_s) / len(extents))
 
+    def byte_overhead_s(self, copy_overhead_s: float, until_s: float) -> float:
+        """Median time that kernels on all cores lose to each byte that is copied beside them, both ways."""
+        over: SimpleQueue[Transfer] = SimpleQueue()
+        values = torch.ones(PARALLEL_ELEMENTS)
+
+        def kernels_s(count: int, copies: int) -> tuple[float, int]:
+            """At least so many kernels, until the copies are over: the time, and how many they were."""
+            begun_s, kernels = time.perf_counter(), 0
+            for index, extent in enumerate(self.extents[:copies]):
+                self._start("read" if index % 2 else "write", extent, 0, over, EVICT)
+            while (kernels < count or over.qsize() < copies) and time.perf_counter() - begun_s < HUNG_S:
+                values.add_(1)
+                kernels += 1
+            took_s = time.perf_counter() - begun_s
+            wait_for(self.spill, over, copies)
+            return took_s, kernels
+
+        kernels_s(PARALLEL_KERNELS, 0)  # threads start
+        lost_s, copies = [], len(self.extents)
+        for _ in _samples(until_s):
+            alone_s, _ = kernels_s(PARALLEL_KERNELS, 0)
+            took_s, kernels = kernels_s(1, copies)
+            lost_s.append(took_s - alone_s * kernels / PARALLEL_KERNELS)
+        return max(0.0, statistics.median(lost_s) / copies - copy_overhead_s) / self.size_bytes
+
     def time_s(self, kind: str, extents: Sequence[Extent]) -> float:
         """Seconds a transfer of each extent takes, all in flight at once."""
         start_s = time.perf_counter()
@@ -253,6 +281,9 @@ def _measure_spill(spill: SpillSpace, budget_s: float, host_s: float) -> tuple[d
         if size == STARTED_BYTES:
             fields["copy_overhead_s"] = batches.overhead_s()
         if size in (SURE_BYTES, DUPLEX_BYTES):
+            fields["byte_overhead_s"] = batches.byte_overhead_s(
+                fields["copy_overhead_s"], time.perf_counter() + share_s / 2
+            )
             fields["duplex"] = _duplex(batches, write[-1][1], read[-1][1])
         _verify(batches, source, target)
         batches.close()

@@ -38,8 +38,9 @@ class Hardware(files.Saved):
                       bitmask-CSR, or back, while it computes nothing else; defaults: about what the
                       memory of a data-center GPU allows
     measured_codecs   by lossy codec: float32 bytes per second that the device turns into it, and back
-    copy_overhead_s   seconds for which the compute stream stands still for each copy, out or back: the
-                      runtime's own work on the thread that runs the kernels; 0 where not known
+    copy_overhead_s, byte_overhead_s   seconds that kernels lose to each copy, out or back, and to each byte
+                      of it: the runtime works on the thread that runs them, and I/O on their cores and
+                      memory, or in what a virtual machine shares with its host; 0 where not known
     measured_rates    by link: (transfer bytes, bytes per second) pairs, ascending by bytes;
                       where present they take the place of the link's rate and latency
     name              what this describes, for people
@@ -61,6 +62,7 @@ class Hardware(files.Saved):
     disk_shares_bus: bool = True
     duplex: float = 1.0
     copy_overhead_s: float = 0.0
+    byte_overhead_s: float = 0.0
     measured_rates: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     measured_codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     name: str = ""
@@ -71,8 +73,8 @@ class Hardware(files.Saved):
         self._require(of_links, 0, math.inf, "a rate above 0, or 0 for no link")
         of_coders = [f"{coder}_bytes_per_s" for coder in CODERS]
         self._require(of_coders, sys.float_info.min, math.inf, "a rate above 0")
-        times = [f"{link}_latency_s" for link in LINKS]
-        self._require([*times, "copy_overhead_s"], 0, sys.float_info.max, "seconds, 0 or more")
+        times = [*(f"{link}_latency_s" for link in LINKS), "copy_overhead_s", "byte_overhead_s"]
+        self._require(times, 0, sys.float_info.max, "seconds, 0 or more")
         for codec, rates in self.measured_codecs.items():
             if codec not in LOSSY or not all(rate > 0 for rate in rates):
                 raise InvalidArgument(
@@ -178,6 +180,10 @@ class Hardware(files.Saved):
         if rate <= 0:
             raise InvalidArgument(f"the link {link} has no rate: give {link}_bytes_per_s")
         return float(getattr(self, f"{link}_latency_s")) + size_bytes / rate
+
+    def overhead_s(self, size_bytes: int) -> float:
+        """Seconds that kernels lose to one copy of so many bytes."""
+        return self.copy_overhead_s + size_bytes * self.byte_overhead_s
 
     def evict_links(self, tier: str) -> tuple[str, ...]:
         """The links a copy from the device to ``tier`` occupies."""

@@ -111,6 +111,7 @@ def _slowest_machine(machines: Sequence[Hardware]) -> Hardware:
         host_bytes=min(machine.host_bytes for machine in machines),
         disk_bytes=min(machine.disk_bytes for machine in machines),
         copy_overhead_s=max(machine.copy_overhead_s for machine in machines),
+        byte_overhead_s=max(machine.byte_overhead_s for machine in machines),
     )
 
 

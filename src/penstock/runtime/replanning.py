@@ -50,12 +50,14 @@ class Replanning:
             kind.drift = Drift(kind.trace, plan, kind.hardware)
         kind.drift.add_step(step.moved, step_s, step_s - step.stall_s, step.clock_s, step.operators)
         kind.steps += 1
+        if kind.joint is None and (calibrated := kind.drift.calibrated(kind.trace)) is not None:
+            kind.trace, kind.hardware = calibrated
         if self._thread is not None or kind.steps < kind.least_steps:
             return
         if kind.drift.kernels_have_drifted:
             kind.recordings_left = RECORDINGS_OF_DRIFT
-        elif (hardware := kind.drift.measured()) is not None:
-            self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware))
+        elif (hardware := kind.drift.measured()) is not None or kind.drift.copies_cost_more:
+            self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware or kind.hardware))
 
     def recorded(self, kind: StepKind) -> None:
         """Enough steps of a kind with drifted kernel times were recorded: plan again."""

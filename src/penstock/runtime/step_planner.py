@@ -100,6 +100,7 @@ class StepKind:
             "lossy": self.plan.lossy_text,
             "predicted_peak_bytes": predicted.peak_bytes,
             "predicted_step_s": predicted.iteration_s,
+            "planned_step_s": self.plan.predicted_s,
             "predicted_stall_s": predicted.stall_s,
             "predicted_evicted_bytes": predicted.evicted_bytes,
         }

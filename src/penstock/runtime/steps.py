@@ -16,7 +16,7 @@ from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.options import PlanOptions
 from penstock.runtime.devices import Moved
-from penstock.runtime.drift import with_rates_of
+from penstock.runtime.drift import with_rates_of, without_copies
 from penstock.runtime.joint_planning import JointPlanning
 from penstock.runtime.recording import Recording
 from penstock.runtime.replanning import NewPlan, Replanning
@@ -154,6 +154,8 @@ class StepKinds:
         hardware = self.hardware if kind is None else kind.hardware
         if self._measures:
             hardware = with_rates_of(hardware, moved, step_s)
+            kernels = [(record.begun_s, record.ended_s, 0) for record in recording.kernels]
+            trace = without_copies(trace, kernels, moved, hardware)
         known = self._known.setdefault(name, [])
         self.recorded += 1
         if kind is None:

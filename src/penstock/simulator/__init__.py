@@ -3,7 +3,7 @@ this module converts plans, traces and machines to its columns.
 
 Assumptions, each of which costs some accuracy:
 
-- Kernels take the time the trace states; copies do not slow them.
+- Kernels take the time the trace states.
 - A link carries one copy at a time. Writes start in the order they were issued; so do reads, demands
   first. A latency passes before the bytes flow. Rates change while copies run: where the disk shares
   the bus, its copy has its own rate, but at most half of the bus while a host copy goes in the same
@@ -12,8 +12,8 @@ Assumptions, each of which costs some accuracy:
 - Prefetches get memory in the order they were issued: one that does not fit holds up those behind it.
 - Before a kernel the compute stream compresses what leaves compressed, waits for what is due, expands
   it, and recomputes what was released, in this order.
-- Starting copies costs the compute stream ``hardware.copy_overhead_s`` each, right after they are issued:
-  those of writes behind the kernel that they follow, those of prefetches before the kernel that issues them.
+- What kernels lose to copies, ``hardware.overhead_s`` of each, is the compute stream's right after they are
+  issued: writes behind the kernel that they follow, prefetches before the kernel that issues them.
 - A prefetch issued before its copy is complete cancels the eviction. The copy is then abandoned, unless a
   later eviction needs it.
 - What no kernel reads again while the program keeps it is written after its last use, where the budget
@@ -272,6 +272,7 @@ def machine_columns(trace: Trace, hardware: Hardware, budget_bytes: int) -> dict
         "compress_s": coding_s[0],
         "expand_s": coding_s[1],
         "copy_overhead_s": float(hardware.copy_overhead_s),
+        "byte_overhead_s": float(hardware.byte_overhead_s),
         "links": [
             (
                 0.0 if link in hardware.measured_rates else float(getattr(hardware, f"{link}_latency_s")),

@@ -101,7 +101,7 @@ def _round_trip_s(hardware: Hardware, tier: str, size_bytes: IntArray) -> FloatA
     """[P] seconds there and back, when nothing else is transferred, and what the compute stream spends."""
     distinct, position = np.unique(size_bytes, return_inverse=True)
     both = [
-        hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.copy_overhead_s
+        hardware.evict_s(tier, size) + hardware.prefetch_s(tier, size) + 2 * hardware.overhead_s(size)
         for size in distinct.tolist()
     ]
     result: FloatArray = np.array(both, dtype=np.float64)[position]
