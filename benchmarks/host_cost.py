@@ -114,7 +114,7 @@ def clock_of(directory: Path) -> Iterator[Clock]:
     with contextlib.closing(SpillSpace([directory])) as spill:
         device = AcceleratorDevice(spill, IdleDriver(), BUDGET_BYTES, 16 << 20, chunk_bytes=1 << 20, chunks=2)
         engine = CopyEngine(device, BUDGET_BYTES)
-        engine.tier, device.engine = device.tier, engine
+        device.engine = engine
         clock = Clock(device, engine, smallest_bytes=1)
         clock.start()
         try:

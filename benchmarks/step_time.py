@@ -5,11 +5,11 @@
 The methods take turns, step by step, in processes that live throughout: in memory (the reference),
 torch.utils.checkpoint on each block, saved-tensor hooks that write every tensor to a file and read it back,
 and penstock with budgets from a fifth of the whole in-memory peak (weights, gradients, optimizer state and
-activations) to one that holds everything; at the smallest also with host memory for the rest, and no bytes on
-disk. With penstock the model is built inside the budget. Each trains the
-same GPT from the same seed on the same batches; losses, weights and optimizer state are compared bit for bit
-after the timing. The files of the hooks go through the page cache and are never synced; penstock's transfers
-bypass the page cache where the disk allows it, never synced either.
+activations) to one that holds everything; at the smallest also with host memory as a tier. With penstock the
+model is built inside the budget. Each trains the same GPT from the same seed on the same batches; losses,
+weights and optimizer state are compared bit for bit after the timing. The files of the hooks go through the
+page cache and are never synced; penstock's transfers bypass the page cache where the disk allows it, never
+synced either.
 
 The JSON holds every sample, and penstock's own reports. See `--quick` for a check that it all works, in less
 than two minutes; its figures mean nothing.

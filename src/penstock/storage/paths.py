@@ -12,7 +12,7 @@ from typing import NamedTuple
 from penstock.errors import InvalidArgument
 from penstock.storage.gpudirect import GpuDirectTransport
 from penstock.storage.native import CopyTransport, NvmeSpillTransport, PosixTransport, UringTransport
-from penstock.storage.transfer import FOR_EVER_S, Transport, TransportUnavailable
+from penstock.storage.transfer import FOR_EVER_S, File, Transport, TransportUnavailable
 
 logger = logging.getLogger("penstock")
 
@@ -110,6 +110,18 @@ class IoPaths:
                 self.close()
                 raise InvalidArgument(f"host memory cannot be a tier here: {reason}") from None
             self.host_paths[HOST_PATH] = IoPath(HOST_PATH, "direct", "host", self._transports[-1])
+
+    def usable_gpu_path(self, files: Sequence[File], verifies: bool) -> IoPath | None:
+        """The first I/O path for the memory of a GPU that takes all files. None is tried where bytes are to
+        be verified: the processor does not see them."""
+        for path in list(self.gpu_paths.values()):
+            probe = getattr(path.transport, "probe", lambda file: None)
+            refusals = ["it cannot verify what it moves"] if verifies else []
+            refusals += filter(None, map(probe, files))
+            if not refusals:
+                return path
+            self.give_up(path, refusals[0])
+        return None
 
     def give_up(self, path: IoPath, reason: str) -> None:
         """Do without a path that proved unusable. Raises InvalidArgument where it was asked for by name."""

@@ -126,7 +126,9 @@ class SpillSpace(Closing):
                 copying=[path.name for path in self.paths.values() if path.method == "staged"],
                 by_size=by_size,
             )
-            self._gpu_path = self._usable_gpu_path()
+            self._gpu_path = self._io.usable_gpu_path(
+                [file.file for file in self._regions["disk"].files], options.verify
+            )
             if self.has_host:
                 self._regions["host"] = Region("host", [HostMemory(host_bytes, host_node)], host_bytes)
         except BaseException:
@@ -483,18 +485,6 @@ class SpillSpace(Closing):
                 f"{format_bytes(held_bytes)}, and {format_bytes_up(size_bytes)} more are needed. Raise "
                 f"disk_budget by {format_bytes_up(missing_bytes)}."
             )
-
-    def _usable_gpu_path(self) -> IoPath | None:
-        """The first I/O path for the memory of a GPU that takes all files. None is tried where bytes are to
-        be verified: the processor does not see them."""
-        for path in list(self._io.gpu_paths.values()):
-            probe = getattr(path.transport, "probe", lambda file: None)
-            refusals = ["it cannot verify what it moves"] if self.options.verify else []
-            refusals += filter(None, (probe(file.file) for file in self._regions["disk"].files))
-            if not refusals:
-                return path
-            self._io.give_up(path, refusals[0])
-        return None
 
     def _only_path(self, extent: Extent, on_gpu: bool) -> IoPath | None:
         """Of the extent; None: there is a choice."""
