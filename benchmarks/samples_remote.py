@@ -13,6 +13,9 @@ whose first 64 MiB are overwritten. Give it the target's core.
 
 Targets of limited rate give so many bytes a second and no more: neither the loopback nor a core is the limit.
 
+Devices: up to sixteen drives of limited rate, each its own target, read by one client and by many: see
+samples_bench/devices.py.
+
 Samples: one store, read in chunk order by `bread`, from files and from a namespace. Warm: from the page
 cache, and from a target as fast as it is. Equal bandwidth: from the disk, past the page cache, and from a
 target that gives as many bytes a second as the disk then did. Mixing: see benchmarks/samples.py.
@@ -49,6 +52,8 @@ from samples_bench.data import Data, drop
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from samples_bench import devices  # noqa: E402
 
 import penstock.samples  # noqa: E402
 from penstock import _native  # noqa: E402
@@ -510,6 +515,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "reads": measure_reads,
     "other": measure_other,
     "targets": measure_targets,
+    "devices": devices.measure,
     "samples": measure_samples,
 }
 
@@ -576,6 +582,8 @@ def report(console: Console, document: dict[str, Any]) -> None:
             show(console, f"Reads of {size >> 10} KiB, one core, from {model}", document[part][str(size)])
     if targets := document.get("targets"):
         show(console, "Targets of limited rate, 256 KiB", targets["turns"])
+    if document.get("devices"):
+        devices.show(console, document["devices"])
     if samples := document.get("samples"):
         for name in ("warm", "equal bandwidth"):
             show(console, f"Samples of 4 KiB in chunk order, {name}", samples[name])
@@ -594,6 +602,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, help="default: 7")
     parser.add_argument("--turn", type=float, dest="turn_s", help="seconds a turn; default: 2")
+    parser.add_argument(
+        "--sizes", default="131072,512", help="of samples, for the part devices; default: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(
         "--directory",
@@ -613,6 +624,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.parts = options.parts.split(",")
+    options.sizes = [int(size) for size in options.sizes.split(",")]
+    if unknown_sizes := set(options.sizes) - devices.DEVICE_BYTES.keys():
+        parser.error(
+            f"--sizes: {unknown_sizes} are none; there are {', '.join(map(str, devices.DEVICE_BYTES))}"
+        )
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"--parts: {', '.join(unknown)} are none; there are {', '.join(PARTS)}")
     if options.other is not None:

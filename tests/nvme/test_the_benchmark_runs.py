@@ -23,6 +23,11 @@ def test_remote_drives_are_measured(tmp_path: Path) -> None:
     for size in ("4096", "262144"):
         assert {"penstock, io_uring", "penstock, epoll", "raw socket"} <= set(found["reads"][size])
     assert set(found["targets"]["turns"]) == {"one target", "two targets", "one and one of half its rate"}
+    for size in ("131072", "512"):
+        drives = found["devices"]["sizes"][size]
+        assert drives["violations"] == []
+        assert {"16 1", "16 16"} == set(drives["turns"])
+        assert all(0 < turn["share"] <= 1.05 for turns in drives["turns"].values() for turn in turns)
     mixing = found["samples"]["mixing"]
     assert mixing["namespace"] == mixing["files, page cache"]
     assert mixing["namespace"]["each_once"]

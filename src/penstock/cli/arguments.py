@@ -351,12 +351,12 @@ def _upload(names: Commands) -> None:
     _add(upload, "store", "a store, or its partitions' folder", "Place", metavar="STORE")
     _add(upload, "url", "nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
     _add(upload, "--overwrite", "replace whatever lies on the namespace", "bool")
-    summary = "list the namespaces of a target, and what they hold"
     summary = "let other machines read a store of this one"
     serve = _command(names, "serve", "samples.serve", summary, SERVE_HELP)
     _add(serve, "store", "a store, or its partitions' folder", "Place", metavar="STORE")
     address = "of a network of this machine; port 0: any that is free"
     _add(serve, "--listen", address, default="127.0.0.1:4420", metavar="ADDRESS:PORT")
+    summary = "list the namespaces of a target, and what they hold"
     discover = _command(names, "discover", "samples.discover", summary)
     _add(discover, "portal", "where the target listens; port: 4420", metavar="HOST:PORT")
 

@@ -211,7 +211,7 @@ def _mixing(catalog: Catalog, caches: Sequence[int], batch: int) -> Iterator[Ord
     for cache_bytes in caches:
         if cache_bytes < min(2, chunks) * layout.buffer_bytes(chunk_bytes):
             continue
-        slots = cache_shape(cache_bytes, chunk_bytes, chunks).slots
+        slots = cache_shape(cache_bytes, chunk_bytes, chunks, len(catalog.directories)).slots
         mixing = expected_mixing("chunk", firsts, slots=slots, batch_size=batch, batches=MOST_BATCHES)
         yield OrderMixing(order="chunk", cache_bytes=cache_bytes, slots=slots, mixing=mixing)
         if slots == chunks:

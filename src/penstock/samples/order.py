@@ -73,7 +73,7 @@ from penstock.samples.layout import buffer_bytes
 from penstock.units import format_bytes_up
 
 ORDERS = ("full", "chunk")
-AHEAD = 32  # most chunks that are read ahead of their slot
+AHEAD = 32  # most chunks that are read ahead of their slot, of each store or partition
 
 
 class Segment(NamedTuple):
@@ -100,9 +100,11 @@ class CacheShape(NamedTuple):
     ahead: int
 
 
-def cache_shape(cache_bytes: int, chunk_bytes: int, chunks: int) -> CacheShape:
+def cache_shape(cache_bytes: int, chunk_bytes: int, chunks: int, stores: int = 1) -> CacheShape:
     """Divide ``cache_bytes`` into buffers. Where all ``chunks`` fit, they all are slots.
 
+    stores   stores or partitions that the chunks are of. Each may lie on a drive of its own, and chunks come
+             in random order: only where about ten reads of each are under way none of them waits for work
     One buffer is one slot, whose samples are mixed among themselves. Raises InvalidArgument where there is
     no room for it.
     """
@@ -114,7 +116,7 @@ def cache_shape(cache_bytes: int, chunk_bytes: int, chunks: int) -> CacheShape:
             f"cache_bytes={cache_bytes} has no room for a chunk: give at least "
             f"{format_bytes_up(buffer_bytes(chunk_bytes))}"
         )
-    ahead = min(AHEAD, max(buffers // 8, 1), buffers - 1)
+    ahead = min(AHEAD * stores, max(buffers // (8 if stores == 1 else 4), 1), buffers - 1)
     return CacheShape(buffers - ahead, ahead)
 
 

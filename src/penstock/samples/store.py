@@ -220,7 +220,7 @@ class Store(Catalog, Closing):
         buffers = min(options.cache_bytes // buffer_bytes(self.chunk_bytes), chunks)
         self.shape = CacheShape(0, 0)
         if options.order == "chunk":
-            self.shape = cache_shape(options.cache_bytes, self.chunk_bytes, chunks)
+            self.shape = cache_shape(options.cache_bytes, self.chunk_bytes, chunks, len(directories))
             buffers = self.shape.slots + self.shape.ahead
         self._damaged: set[int] = set()
         self._turn = threading.RLock()  # of sequence and bread
