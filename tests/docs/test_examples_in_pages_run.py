@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,3 +93,37 @@ def test_samples(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     assert names["images"].shape == (6, 12) and sorted(names["labels"].tolist()) == [0, 0, 0, 1, 1, 1]
     names["store"].close()
     assert len(samples.mount("photos.store")) == 6
+
+
+def packed(folder: Path) -> samples.Store:
+    samples.pack(((f"{index}", bytes([index]) * index) for index in range(40)), folder / "a.store")
+    return samples.mount(folder / "a.store")
+
+
+def test_the_generator_for_tensorflow(tmp_path: Path) -> None:
+    """Each call gives the whole of the next epoch, in another order."""
+    (block,) = [block for block in examples("docs/samples.md") if "def batches" in block]
+    with packed(tmp_path) as store:
+        names: dict[str, Any] = {"store": store, "epochs": itertools.count()}
+        exec(block.partition("\n\n\n")[0], names)
+        orders = []
+        for _ in range(2):
+            rows = [
+                bytes(data[begin:end])
+                for data, offsets in names["batches"]()
+                for begin, end in itertools.pairwise(offsets.tolist())
+            ]
+            assert sorted(rows) == [bytes([index]) * index for index in range(40)]
+            orders.append(rows)
+        assert orders[0] != orders[1]
+
+
+def test_samples_for_tensorflow(tmp_path: Path) -> None:
+    tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    (block,) = [block for block in examples("docs/samples.md") if "def batches" in block]
+    with packed(tmp_path) as store:
+        names: dict[str, Any] = {"store": store, "tf": tf, "itertools": itertools}
+        exec(block, names)
+        for _ in range(2):
+            rows = [bytes(row.numpy()) for batch in names["dataset"] for row in batch]
+            assert sorted(rows) == [bytes([index]) * index for index in range(40)]
