@@ -51,8 +51,8 @@ MUTANTS = [
         "copies that are given up stay the arena's",
         "full",
         "copy_engine",
-        "                self._device.will_write(managed)\n                self._device.free_slot",
-        "                self._device.free_slot",
+        "        self._device.will_write(managed)\n        self._device.free_slot",
+        "        self._device.free_slot",
     ),
     Mutant(
         "nothing keeps alive what is still written",
