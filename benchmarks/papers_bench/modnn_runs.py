@@ -27,7 +27,8 @@ def least_memory(session: Session) -> Found:
             found = session.train_within(config, f"{network}, {what}", calculated, **options)
             below: dict[str, Any] = {}
             while "error" not in found and "needed_bytes" not in below:
-                less = found["budget_bytes"] - SEGMENT_BYTES
+                step = min(SEGMENT_BYTES, found["budget_bytes"] // 4)  # of --quick all is less than a segment
+                less = found["budget_bytes"] - step
                 below = session.train(config, f"{network}, {what}, less", device_budget=less, **options)
                 if "error" in below:
                     break
@@ -49,7 +50,7 @@ def least_memory(session: Session) -> Found:
                     "calculated only",
                     f"{ratio:.3f} x",
                     f"{conditions}: {format_bytes(found['budget_bytes'])} works, "
-                    f"{format_bytes(SEGMENT_BYTES)} less is refused; calculated {format_bytes(calculated)}; "
+                    f"{format_bytes(step)} less is refused; calculated {format_bytes(calculated)}; "
                     f"the recorded steps' own minimum {format_bytes(found['report']['minimum_bytes'])}",
                 )
             )

@@ -111,14 +111,11 @@ def test_a_model_larger_than_its_budget_is_trained_saved_and_loaded(tmp_path: Pa
 def test_claims_of_papers_are_measured_and_simulated_apart(tmp_path: Path) -> None:
     output = tmp_path / "papers.json"
     script = ROOT / "benchmarks" / "papers.py"
-    parts = "depth,addresses,transfers,modnn_runs,g10,modnn_memory,modnn_speed"
+    parts = "depth,addresses,transfers,g10"
     said = run(script, "--quick", "--parts", parts, "--spill-dir", tmp_path, "-o", output)
     rows = {name: part["rows"] for name, part in json.loads(output.read_text())["parts"].items()}
     assert list(rows) == parts.split(",")
     assert all(row["ours"] != "failed" for part in rows.values() for row in part)
     measured, simulated = said.split("## Simulated")
     assert "figure 11: speed" in simulated and "figure 11: speed" not in measured
-    assert (
-        "by equation 7" in simulated and "lock-step" in simulated and "measured over calculated" in measured
-    )
     assert "layers of a ViT-H" in measured and "THEY MEAN NOTHING" in said
