@@ -51,7 +51,7 @@ class Replanning:
         kind.drift.add_step(step.moved, step_s, step_s - step.stall_s, step.clock_s, step.operators)
         kind.steps += 1
         if kind.joint is None and (calibrated := kind.drift.calibrated(kind.trace)) is not None:
-            kind.trace, kind.hardware = calibrated
+            kind.in_whole_steps, kind.hardware = calibrated
         if self._thread is not None or kind.steps < kind.least_steps:
             return
         if kind.drift.kernels_have_drifted:

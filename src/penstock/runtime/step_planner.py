@@ -63,6 +63,7 @@ class StepKind:
     recordings_left  steps still to be recorded
     fixed            the plan is the user's own, and stays
     drift            what its steps take; None before one was timed
+    in_whole_steps   the trace with kernel times as whole steps have them; None before that is known
     recorded         the step whose kernel times have drifted; None before it was recorded
     least_steps      that follow the plan before the next one is made
     joint            where the plan is that of several ranks
@@ -75,6 +76,7 @@ class StepKind:
     recordings_left: int = 0
     fixed: bool = False
     drift: Drift | None = None
+    in_whole_steps: Trace | None = None
     recorded: Trace | None = None
     least_steps: int = LEAST_STEPS
     steps: int = 0
@@ -93,7 +95,7 @@ class StepKind:
         }
         if self.plan is None:
             return found | {"policy": NO_POLICY}
-        predicted = simulate(self.trace, self.plan, self.hardware)
+        predicted = simulate(self.in_whole_steps or self.trace, self.plan, self.hardware)
         return found | {
             "policy": self.plan.policy,
             "reason": self.plan.reason,
