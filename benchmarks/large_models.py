@@ -86,7 +86,12 @@ class Case:
                 feed=64 * max(1, round(config.feed * shrink / 64)),
                 vocabulary=round(config.vocabulary * shrink**2),
             )
-        budget_bytes = max(LEAST_BUDGET_BYTES, round(self.budget_bytes * scale))
+        least_bytes = LEAST_BUDGET_BYTES  # to quantize a matrix bitsandbytes holds five of it
+        if (
+            not isinstance(config, gpt.Config) and config.bits < 16
+        ):
+            least_bytes += 5 * 4 * config.feed * config.heads * large_llama.HEAD_WIDTH
+        budget_bytes = max(least_bytes, round(self.budget_bytes * scale))
         return replace(
             self, config=config, budget_bytes=budget_bytes, state_bytes=round(self.state_bytes * scale)
         )
