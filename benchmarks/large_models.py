@@ -87,9 +87,7 @@ class Case:
                 vocabulary=round(config.vocabulary * shrink**2),
             )
         least_bytes = LEAST_BUDGET_BYTES  # to quantize a matrix bitsandbytes holds five of it
-        if (
-            not isinstance(config, gpt.Config) and config.bits < 16
-        ):
+        if not isinstance(config, gpt.Config) and config.bits < 16:
             least_bytes += 5 * 4 * config.feed * config.heads * large_llama.HEAD_WIDTH
         budget_bytes = max(least_bytes, round(self.budget_bytes * scale))
         return replace(

@@ -68,7 +68,7 @@ def test_each_copy_costs_the_compute_stream_its_start() -> None:
 
 
 def test_kernels_lose_time_to_each_byte_that_is_copied() -> None:
-    """Half a second for the 100 bytes of a write, and of a read, and a quarter for the 50 of a packed copy."""
+    """Half a second for the 100 bytes of a write, and of a read."""
     hardware = replace(machine(1000.0), byte_overhead_s=0.5 / 100)
     evict = Evict(0, after=0, begin=1, end=4, prefetch_at=3)
     timeline = replay(five_kernels(), evict, budget=200, hardware=hardware)

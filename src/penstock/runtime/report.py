@@ -24,8 +24,8 @@ class Report:
     predicted_peak_bytes    what the simulator said of the plan in force
     peak_resident_bytes     most resident bytes of the process, less those before the model was
                             built (its weights counted in), measured; 0 where not known
-    predicted_step_s        what the simulator says of the plan in force; once seven steps have followed it, with
-                            kernel times as they are in whole steps
+    predicted_step_s        what the simulator says of the plan in force; once seven steps have followed it,
+                            with kernel times as they are in whole steps
     planned_step_s          what it said when the plan was made
     minimum_bytes           smallest device budget in which the steps so far could have run, by bytes of
                             tensors and workspace. An accelerator's allocator takes whole segments, of 2 and
