@@ -263,7 +263,13 @@ def test_it_listens_where_it_is_told_alone(folder: Path) -> None:
 
 def command(*arguments: object) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "penstock", "samples", "serve", *map(str, arguments)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the shell may ignore it
+    try:
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_commands_serve_a_partition_each(tmp_path: Path) -> None:

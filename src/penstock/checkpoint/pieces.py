@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from penstock.checkpoint.failures import TIMEOUT_S
 from penstock.checkpoint.header import Entry
 from penstock.options import IoOptions
@@ -209,7 +207,7 @@ class BufferPool:
 
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
-        self._make = PinnedBuffer if pinned and torch.accelerator.is_available() else AlignedBuffer
+        self._make = PinnedBuffer if pinned and PinnedBuffer.is_available() else AlignedBuffer
         whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _few_buffers
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
@@ -230,6 +228,14 @@ _few_buffers: set[object] = set()
 class PinnedBuffer:
     """Page-locked memory, which begins at a page."""
 
+    @staticmethod
+    def is_available() -> bool:
+        import torch
+
+        return torch.accelerator.is_available()
+
     def __init__(self, size_bytes: int) -> None:
+        import torch  # what a file holds is told without it
+
         self._data = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         self.address = self._data.data_ptr()
