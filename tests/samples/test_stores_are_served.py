@@ -263,9 +263,7 @@ def test_it_listens_where_it_is_told_alone(folder: Path) -> None:
 
 def command(*arguments: object) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "penstock", "samples", "serve", *map(str, arguments)]
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # the shell may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may ignore it
     try:
         return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     finally:
