@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ from samples_bench.data import ID_BYTES, Data, drop, warm
 from torch import nn
 
 from penstock import samples
+from penstock.storage.files import Closing
 from penstock.units import format_bytes, format_rate
 
 PROCESSES = (1, 2, 4)
@@ -55,7 +55,7 @@ STEPS = {512: 500, 128 << 10: 60}  # of a turn of training
 FIRST = 10  # that are not counted
 
 
-class Reader:
+class Reader(Closing):
     """A process that reads its share of a store, or of packed files. ``bound``: to one core."""
 
     def __init__(self, index: int, seed: int, bound: bool) -> None:
@@ -65,14 +65,6 @@ class Reader:
         torch.set_num_threads(1)
         self._index, self._seed = index, seed
         self._stores: dict[str, Any] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         for store in self._stores.values():

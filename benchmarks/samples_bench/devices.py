@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import samples
+from penstock.storage.files import Closing
 from samples_bench.data import ID_BYTES, Data
 from tests.support.nvme_target.process import NQN, Namespace, Subsystem, Target
 
@@ -38,20 +38,12 @@ PREFETCH_BYTES_A_DEVICE = 8 << 20  # of one client, where that is more
 BATCH = {128 << 10: 32, 512: 256}
 
 
-class Client:
+class Client(Closing):
     """A process that reads its share of what is on the drives."""
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._store: Any = None
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._store is not None:

@@ -49,7 +49,7 @@ int move_mapped(const Operation& operation) {
   return moved;
 }
 
-// The caches belong to the kernels that run meanwhile: whoever reads these bytes next does so much later.
+// Leaves the caches to the kernels: these bytes are not read again soon.
 void copy_past_caches(std::byte* to, const std::byte* from, std::size_t size_bytes) {
 #ifdef __SSE2__
   constexpr std::size_t kLine = 64, kAhead = 1024;

@@ -16,6 +16,7 @@ from penstock.checkpoint.header import Entry
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer, align_down
 from penstock.storage.checksum import crc32c_combine
+from penstock.storage.choice import path_of_size
 from penstock.storage.costs import Kind, fastest_path
 from penstock.storage.files import OpenFile
 from penstock.storage.paths import IoPath, shared_path
@@ -109,7 +110,7 @@ def io_path(kind: Kind, file: Path, size_bytes: int, io: IoOptions | None) -> Io
     names, by_size = io.wanted_paths()
     piece_bytes = max(min(size_bytes, PIECE_BYTES), 1)
     if by_size:
-        return shared_path(by_size[max([size for size in by_size if size <= piece_bytes] or [min(by_size)])])
+        return shared_path(path_of_size(by_size, piece_bytes))
     learned = (
         None if io.costs is None else fastest_path(Path(io.costs), file.parent, kind, piece_bytes, names)
     )

@@ -82,7 +82,7 @@ SERVE_HELP = """\
 Others mount the URL that is shown, as if the store had been uploaded. They can read, and change nothing.
 Ctrl-C or SIGTERM ends it; so does a change of the store.
 
-Whoever reaches ADDRESS can read: nobody is asked for a password. For networks that you trust.
+Every host that reaches ADDRESS can read, without a password. For networks that you trust.
 """
 
 PACK_HELP = """\

@@ -205,6 +205,11 @@ class SizeClass:
         return sum(self.best[kind, medium].cost for kind in self.compared)
 
 
+def path_of_size(by_size: Mapping[int, str], size_bytes: int) -> str:
+    """The path of a fixed table: each from so many bytes on, the first also below."""
+    return by_size[max((least for least in by_size if least <= size_bytes), default=min(by_size))]
+
+
 def _least_tried(records: Sequence[PathCost]) -> PathCost | None:
     """The path tried least, of those not tried often enough."""
     best = min(record.weighed for record in records)
@@ -382,6 +387,5 @@ class Choice:
         """Those of a size class, by name, with their media."""
         if not self.by_size:
             return self.paths
-        among = [path for size_bytes, path in self.by_size.items() if size_bytes <= class_bytes]
-        path = among[-1] if among else next(iter(self.by_size.values()))
+        path = path_of_size(self.by_size, class_bytes)
         return {path: self.paths[path]}

@@ -60,7 +60,7 @@ class Slot:
 
     @property
     def tier(self) -> str:
-        return "host" if self.extent.space == "host" else "disk"
+        return _tier(self.extent)
 
 
 class CpuDevice:
@@ -692,10 +692,14 @@ def _coded(link: str, managed: ManagedStorage, begun_s: float) -> Moved:
     return Moved(link, begun_s, time.perf_counter(), managed.index, managed.size_bytes, managed.kind)
 
 
+def _tier(extent: Extent) -> str:
+    return "host" if extent.space == "host" else "disk"
+
+
 def _report(managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
     def on_done(transfer: Transfer) -> None:
         moved = Moved(
-            _LINKS["host" if transfer.extent.space == "host" else "disk", transfer.kind],
+            _LINKS[_tier(transfer.extent), transfer.kind],
             transfer.started_s,
             transfer.finished_s,
             managed.index,

@@ -159,7 +159,7 @@ def serve(path: PathLike, listen: str = LISTEN) -> Server:
     listen  ``ADDRESS:PORT``, the address of one network of this machine; 0.0.0.0 or [::] for all. Without a
             port 4420, with port 0 any that is free
 
-    Whoever reaches the address can read the store; nobody can change it. Others mount ``Server.url``.
+    Every host that reaches the address can read the store; none can change it. Others mount ``Server.url``.
 
     Raises SampleError where there is no store, or one that cannot be read, or the address cannot be had;
     InvalidFile where the store is damaged; InvalidArgument.
