@@ -277,3 +277,27 @@ def test_a_fault_is_found(name: str, spill: SpillSpace, monkeypatch: pytest.Monk
             if isinstance(error, Violation):
                 break
     assert found and re.search(f"Violation: .*({text})", found[-1]), found
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_of_the_dead_is_handed_out_behind_their_copies(waits: bool) -> None:
+    driver = CheckedDriver(lag=0)
+    host = torch.empty(4096, dtype=torch.uint8)
+    driver.page_lock(host.data_ptr(), 4096)
+    copies = driver.make_stream()
+    with driver.mode:
+        content = torch.ones(4096, dtype=torch.uint8)
+    ready, copied = driver.make_event(), driver.make_event()
+    ready.record(driver.current_stream())
+    copies.wait_event(ready)
+    driver.copy(host, content, copies)
+    copied.record(copies)
+    if waits:
+        driver.current_stream().wait_event(copied)
+    del content  # the copy has not run
+    driver.synchronize()
+    if waits:
+        driver.check()
+    else:
+        with pytest.raises(Violation, match=r"is freed while the copy from storage 1 on .* may still use it"):
+            driver.check()
