@@ -143,3 +143,23 @@ def test_few_large_tensors_move_where_that_is_as_fast_as_any_plan() -> None:
     made = plan(trace, machine(1e9), device_budget_bytes=trace.peak_bytes - (10 << 20))
     assert made.predicted_s <= trace.ideal_s * 1.001
     assert {evict.tensor for evict in made.evictions} <= set(large)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_what_costs_no_time_goes_to_the_host(share: float) -> None:
+    trace = gpt(6)
+    budget = (minimum_bytes(trace) + trace.peak_bytes) // 2
+    host_bytes = int(share * trace.peak_bytes)
+    result = plan(trace, machine(1e12, host_bytes=host_bytes), device_budget_bytes=budget)
+    assert result.gap == pytest.approx(0)
+    tiers = [evict.tier for evict in result.evictions]
+    assert tiers and set(tiers) == {"host"}
+    sound(trace, machine(1e12, host_bytes=host_bytes), result)
+
+
+def test_the_disk_helps_a_host_that_would_be_too_slow() -> None:
+    trace = gpt(6)
+    budget = (minimum_bytes(trace) + trace.peak_bytes) // 2
+    hardware = replace(machine(3e8, host_bytes=trace.peak_bytes), host_to_device_bytes_per_s=3e8)
+    result = plan(trace, replace(hardware, device_to_host_bytes_per_s=3e8), device_budget_bytes=budget)
+    assert {evict.tier for evict in result.evictions} == {"host", "disk"}
