@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.inspection import CheckpointInfo, TensorInfo, convert, info, verify
+from penstock.checkpoint.listing import Saved, ls
 
 # What needs torch is imported at its first use: looking at a checkpoint does without.
 if TYPE_CHECKING:
     from penstock.checkpoint.loading import load
+    from penstock.checkpoint.manager import Manager
     from penstock.checkpoint.saving import save
 else:
-    _MODULES = {"load": "loading", "save": "saving"}
+    _MODULES = {"Manager": "manager", "load": "loading", "save": "saving"}
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
@@ -27,4 +29,16 @@ else:
         return globals().setdefault(name, getattr(module, name))
 
 
-__all__ = ["CheckpointInfo", "SaveHandle", "TensorInfo", "convert", "info", "load", "save", "verify"]
+__all__ = [
+    "CheckpointInfo",
+    "Manager",
+    "SaveHandle",
+    "Saved",
+    "TensorInfo",
+    "convert",
+    "info",
+    "load",
+    "ls",
+    "save",
+    "verify",
+]

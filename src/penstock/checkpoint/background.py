@@ -31,11 +31,23 @@ class SaveHandle:
         self._asked: list[bool] = []  # not empty once somebody has asked how it ended
         weakref.finalize(self, _log_unasked, path, self._future, self._asked)
 
+    @classmethod
+    def of_saved(cls, path: Path) -> SaveHandle:
+        """Of a save that is over."""
+        handle = cls(path)
+        handle._future.set_result(None)
+        return handle
+
     def __repr__(self) -> str:
         state = "going on"
         if self._future.done():
             state = "failed" if self._future.exception() else "saved"
         return f"<penstock.SaveHandle of {self.path}, {state}>"
+
+    @property
+    def was_asked(self) -> bool:
+        """Somebody has waited for the save, and knows how it ended."""
+        return bool(self._asked)
 
     def done(self) -> bool:
         """Whether the save has ended, with or without an error."""

@@ -8,10 +8,14 @@ is believed. Headers of other writers have no checksums and are believed as far 
 
 Nothing here trusts its input: the grammar is read by one pass without recursion, and what is kept is
 about as large as the header. Whatever the safetensors library refuses is refused here.
+
+An increment is a checkpoint of which some tensors lie in other files of its directory: it names them, by
+file, place and checksum.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -45,11 +49,12 @@ ITEM_BYTES = {
 }
 
 _METADATA = "__metadata__"
-_FORMAT_KEY, _FORMAT = "penstock.format", "1"
+_FORMAT_KEY, _FORMAT, _OF_INCREMENTS = "penstock.format", "1", "2"
 _TREE_KEY, _CHECKSUMS_KEY, _HEADER_KEY = "penstock.tree", "penstock.crc32c", "penstock.header_crc32c"
+_SUMS_KEY, _ELSEWHERE_KEY = "penstock.sum64", "penstock.elsewhere"
 
 # The keys of __metadata__ that belong to this module. Any of them marks a file as penstock's.
-RESERVED_KEYS = (_HEADER_KEY, _FORMAT_KEY, _TREE_KEY, _CHECKSUMS_KEY)
+RESERVED_KEYS = (_HEADER_KEY, _FORMAT_KEY, _TREE_KEY, _CHECKSUMS_KEY, _SUMS_KEY, _ELSEWHERE_KEY)
 
 # How the text of a penstock header begins: its checksum follows, in hexadecimal digits.
 _BEGINNING = f'{{"{_METADATA}":{{"{_HEADER_KEY}":"'.encode()
@@ -74,7 +79,8 @@ _ENTRY = re.compile(rf"\{{{_SPACE}(?:(?:{_FIELD}){_SPACE}(?:,{_SPACE}(?!\}})|(?=
 _ENTRY_IN_WORDS = (
     '{"dtype": name, "shape": [at most 64 sizes], "data_offsets": [begin, end]} in whole numbers from 0'
 )
-_CHECKSUM = re.compile("[0-9a-f]{8}")
+# Of a file beside this one: nothing that leads out of the directory, and nothing hidden.
+_FILE = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _json = json.JSONDecoder()
 
 
@@ -84,6 +90,8 @@ class Entry(NamedTuple):
     dtype    safetensors' name, a key of `ITEM_BYTES`
     shape    as torch holds it: F4 counts pairs along the last dimension
     crc32c   of the bytes; None where the writer gave none
+    sum64    of the bytes as 64-bit words, modulo 2^64; None where the writer gave none. Together with the
+             checksum it tells whether a tensor has changed, which 32 bits alone would get wrong in time
     """
 
     name: str
@@ -92,6 +100,18 @@ class Entry(NamedTuple):
     begin: int
     end: int
     crc32c: int | None = None
+    sum64: int | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+
+class Reference(NamedTuple):
+    """A tensor that lies in the data section of ``file``, beside this one."""
+
+    file: str
+    entry: Entry
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,7 @@ class Header:
     tree                  how the tensors make up a state; None: a dict of all of them
     data_offset           where in the file the data section begins
     written_by_penstock   all entries have checksums, and the header's own was right
+    elsewhere             tensors in other files
     """
 
     entries: tuple[Entry, ...]
@@ -110,6 +131,7 @@ class Header:
     tree: str | None
     data_offset: int
     written_by_penstock: bool
+    elsewhere: tuple[Reference, ...] = ()
 
 
 def encode(
@@ -118,16 +140,22 @@ def encode(
     tree: str | None,
     metadata: Mapping[str, str] | None = None,
     alignment_bytes: int = 4096,
+    elsewhere: Sequence[Reference] = (),
 ) -> bytes:
     """The beginning of the file, up to the data, which begins at a multiple of ``alignment_bytes``.
 
     Its size does not depend on the checksums, of which a missing one is written as 0: it is known
     before the data has been seen. Raises InvalidArgument for names and metadata that cannot be written.
     """
-    own = {_FORMAT_KEY: _FORMAT}
+    own = {_FORMAT_KEY: _OF_INCREMENTS if elsewhere else _FORMAT}
     if tree is not None:
         own[_TREE_KEY] = tree
-    own[_CHECKSUMS_KEY] = " ".join(f"{entry.crc32c or 0:08x}" for entry in entries)
+    everything = [*entries, *(reference.entry for reference in elsewhere)]
+    own[_CHECKSUMS_KEY] = " ".join(f"{entry.crc32c or 0:08x}" for entry in everything)
+    if any(entry.sum64 is not None for entry in everything):
+        own[_SUMS_KEY] = " ".join(f"{entry.sum64 or 0:016x}" for entry in everything)
+    if elsewhere:
+        own[_ELSEWHERE_KEY] = _described_elsewhere(elsewhere)
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str) or key in RESERVED_KEYS:
             raise InvalidArgument(
@@ -198,14 +226,22 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
             raise damaged(path, problem)
         return Header(tuple(entries), metadata, None, length, False)
     del metadata[_HEADER_KEY]
-    if (version := metadata.pop(_FORMAT_KEY, "")) != _FORMAT:
+    described: str | None = metadata.pop(_ELSEWHERE_KEY, None)
+    if (version := metadata.pop(_FORMAT_KEY, "")) != (_FORMAT if described is None else _OF_INCREMENTS):
         raise InvalidCheckpoint(
             f"{path} has format {_short(version)}, and this penstock reads {_FORMAT!r}: update penstock"
         )
     tree = metadata.pop(_TREE_KEY, None)
-    checksums = _checksums(metadata.pop(_CHECKSUMS_KEY, ""), len(entries), path)
-    summed = tuple(Entry(*entry[:-1], checksum) for entry, checksum in zip(entries, checksums, strict=True))
-    return Header(summed, metadata, tree, length, True)
+    elsewhere = [] if described is None else _Text(described, path).read_elsewhere(entries)
+    count = len(entries) + len(elsewhere)
+    checksums = _numbers(_CHECKSUMS_KEY, metadata.pop(_CHECKSUMS_KEY, ""), _DIGITS, count, path)
+    sums: Sequence[int | None] = [None] * count
+    if _SUMS_KEY in metadata:
+        sums = _numbers(_SUMS_KEY, metadata.pop(_SUMS_KEY), 2 * _DIGITS, count, path)
+    pairs = iter(zip(checksums, sums, strict=True))
+    summed = tuple(Entry(*entry[:5], *next(pairs)) for entry in entries)
+    references = tuple(Reference(file, Entry(*entry[:5], *next(pairs))) for file, entry in elsewhere)
+    return Header(summed, metadata, tree, length, True, references)
 
 
 class _Text:
@@ -227,9 +263,29 @@ class _Text:
                 self._at += len("null")
             else:
                 metadata = {key: self._string() for key in self._members("the metadata")}
+        self._check_end()
+        return sorted(entries, key=lambda entry: (entry.begin, entry.end)), metadata
+
+    def read_elsewhere(self, own: Sequence[Entry]) -> list[Reference]:
+        """The tensors by file, none of which has the name of one of ``own``."""
+        found = [
+            Reference(file, self._entry(name))
+            for file in self._members("the file")
+            for name in self._members("tensor")
+        ]
+        self._check_end()
+        names = {entry.name for entry in own}
+        for file, entry in found:
+            if not _FILE.fullmatch(file):
+                self._fail(f"tensor {_short(entry.name)} would lie in {_short(file)}, no name of a file")
+            if entry.name in names:
+                self._fail(f"tensor {_short(entry.name)} is there twice")
+            names.add(entry.name)
+        return found
+
+    def _check_end(self) -> None:
         if self._at != len(self._text):
             self._fail(f"text follows the header's end: {_short(self._text[self._at : self._at + 80])}")
-        return sorted(entries, key=lambda entry: (entry.begin, entry.end)), metadata
 
     def _members(self, kind: str) -> Iterator[str]:
         """The keys of an object. The caller reads each value before it asks for the next key."""
@@ -334,11 +390,22 @@ def _check_own_checksum(data: bytes, path: str | Path) -> None:
         raise damaged(path, f"the checksum of its header is {actual:08x}, and {_short(written)} was written")
 
 
-def _checksums(text: str, count: int, path: str | Path) -> list[int]:
+def _numbers(key: str, text: str, digits: int, count: int, path: str | Path) -> list[int]:
+    """As many numbers of so many hexadecimal digits."""
     found = text.split(" ") if text else []
-    if len(found) != count or not all(map(_CHECKSUM.fullmatch, found)):
-        raise damaged(path, f"{_CHECKSUMS_KEY!r} is {_short(text)}, not {count} checksums of 8 digits")
-    return [int(digits, 16) for digits in found]
+    pattern = re.compile(f"[0-9a-f]{{{digits}}}")
+    if len(found) != count or not all(map(pattern.fullmatch, found)):
+        raise damaged(path, f"{key!r} is {_short(text)}, not {count} checksums of {digits} digits")
+    return [int(number, 16) for number in found]
+
+
+def _described_elsewhere(elsewhere: Sequence[Reference]) -> str:
+    """As in a header, by file. Those of one file follow each other."""
+    files = [
+        f"{_quoted(file)}:{{{','.join(_described(reference.entry) for reference in references)}}}"
+        for file, references in itertools.groupby(elsewhere, lambda reference: reference.file)
+    ]
+    return f"{{{','.join(files)}}}"
 
 
 def _described(entry: Entry) -> str:

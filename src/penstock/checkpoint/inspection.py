@@ -44,10 +44,11 @@ class CheckpointInfo:
     """What a checkpoint holds.
 
     format        "penstock", "safetensors" for files of other writers, or "torch" for those of torch.save
-    size_bytes    of the whole file
-    tensors       in the file's order
+    size_bytes    of the file alone
+    tensors       in the file's order, then those that lie elsewhere
     metadata      as given to `save`
     checksummed   every tensor has a checksum
+    elsewhere     the files beside it that hold some of its tensors
     """
 
     path: str
@@ -56,6 +57,7 @@ class CheckpointInfo:
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
     checksummed: bool
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def tensor_bytes(self) -> int:
@@ -112,10 +114,11 @@ def _info(source: Source) -> CheckpointInfo:
         size_bytes=source.size_bytes,
         tensors=tuple(
             TensorInfo(entry.name, entry.dtype, entry.shape, entry.end - entry.begin, entry.crc32c)
-            for entry in header.entries
+            for entry in source.entries
         ),
         metadata={key: value for key, value in header.metadata.items() if (key, value) not in added},
         checksummed=is_own,
+        elsewhere=tuple(volume.source.path.name for volume in source.volumes[1:]),
     )
 
 

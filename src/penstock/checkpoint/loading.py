@@ -176,8 +176,7 @@ def fill_pairs(
 
     on_host = all(is_on_host(pair.target) for pair, _ in straight.values())
     try:
-        file = reading.map_file(source) if mapped else None
-        reading.fill(source, destination, file, verify, on_host=on_host, wanted=wanted)
+        reading.fill(source, destination, mapped, verify, on_host=on_host, wanted=wanted)
     except CheckpointError as error:
         names = shown(list(overwritten))
         what = f"Overwritten until then: {names}." if names else "Nothing was overwritten."
@@ -225,7 +224,7 @@ def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]
     """The device of each tensor, in the order of the entries; where ``map_location`` is a function, that
     on which it was saved."""
     saved = _saved_devices(source)
-    locations = [saved.get(entry.name, "cpu") for entry in source.header.entries]
+    locations = [saved.get(entry.name, "cpu") for entry in source.entries]
     if callable(map_location):
         return [torch.device(location) for location in locations]
     chosen = {location: _chosen(source, location, map_location) for location in set(locations)}

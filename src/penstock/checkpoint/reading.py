@@ -21,7 +21,7 @@ import torch
 
 from penstock.checkpoint.failures import cannot_read, os_error, shown
 from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, run_transfers, split
-from penstock.checkpoint.source import Source
+from penstock.checkpoint.source import Source, Volume
 from penstock.checkpoint.tensors import DTYPES
 from penstock.checkpoint.tree import unflatten
 from penstock.errors import InvalidCheckpoint
@@ -34,8 +34,9 @@ from penstock.storage.transfer import Transfer
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _library = ctypes.CDLL(None, use_errno=True)
 
-# Where the bytes of a tensor, given by the index of its entry, are wanted: one-dimensional bytes without
-# gaps, on any device, or None where they are only to be verified. Called from several threads, not at once.
+# Where the bytes of a tensor, given by its index in `Source.entries`, are wanted: one-dimensional bytes
+# without gaps, on any device, or None where they are only to be verified. Called from several threads, not
+# at once.
 Destination = Callable[[int], torch.Tensor | None]
 
 
@@ -51,15 +52,23 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
 
     Raises as `fill`.
     """
-    mapped = map_file(source)
-    if verify and source.header.written_by_penstock:
-        source.read_ahead()
-        fill(source, _nowhere, mapped, keep_pages=True)
-    return _tensors(source, mapped, 0)
+    tensors = []
+    for volume in source.volumes:
+        mapped = map_file(volume.source)
+        if verify and volume.source.header.written_by_penstock and volume.indexes:
+            volume.source.read_ahead()
+            _fill(volume, _nowhere, mapped, keep_pages=True)
+        tensors += _tensors(volume, mapped, 0)
+    return tensors
 
 
 def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, in memory of their own. Raises as `fill`."""
+    return [tensor for volume in source.volumes for tensor in _read_own(volume, verify)]
+
+
+def _read_own(volume: Volume, verify: bool) -> list[torch.Tensor]:
+    source = volume.source
     begin = align_down(source.header.data_offset, source.file.alignment_bytes)
     try:
         memory = OwnMemory(source.size_bytes - begin)
@@ -67,7 +76,7 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
         raise cannot_read(source.path, error) from error
     checksums = Checksums(source.header.entries)
     verify = verify and source.header.written_by_penstock
-    pieces = tuple(split(source.header.entries, source.header.data_offset, source.file.alignment_bytes))
+    pieces = tuple(_pieces(volume))
 
     def take(piece: Piece) -> tuple[int, OwnMemory]:
         return memory.address + piece.offset - begin, memory
@@ -81,8 +90,8 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     with contextlib.closing(pool):
         _read(source, iter(pieces), take, use, lambda _: None, depth=2 * DEPTH)
     if verify:
-        _raise_damaged(source, checksums.damaged())
-    return _tensors(source, memory, begin)
+        _raise_damaged(source, checksums.damaged(volume.indexes))
+    return _tensors(volume, memory, begin)
 
 
 def read_to(
@@ -91,10 +100,10 @@ def read_to(
     """The tensors, in the order of the entries, each on a device of its own. Raises as `fill`."""
     tensors = [
         torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
-        for entry, device in zip(source.header.entries, devices, strict=True)
+        for entry, device in zip(source.entries, devices, strict=True)
     ]
     flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    fill(source, lambda entry: flat[entry], map_file(source) if mapped else None, verify, on_host=False)
+    fill(source, lambda index: flat[index], mapped, verify, on_host=False)
     return tensors
 
 
@@ -106,38 +115,61 @@ def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = T
     Raises InvalidCheckpoint.
     """
     header = source.header
-    by_name = {entry.name: tensor for entry, tensor in zip(header.entries, tensors, strict=True)}
+    by_name = {entry.name: tensor for entry, tensor in zip(source.entries, tensors, strict=True)}
     if header.tree is None:
         return by_name
     return unflatten(header.tree, by_name, source.path, restride=restride)
 
 
 def verify_all(source: Source) -> None:
-    """Read the file whole, and compare all checksums. Raises as `fill`."""
-    fill(source, _nowhere, map_file(source) if source.is_cached else None)
+    """Read all tensors, and compare all checksums. Raises as `fill`."""
+    fill(source, _nowhere, source.is_cached)
 
 
 def fill(
     source: Source,
     destination: Destination,
-    mapped: MappedFile | None,
+    mapped: bool,
     verify: bool = True,
     *,
     on_host: bool = True,
     wanted: Collection[int] | None = None,
-    keep_pages: bool = False,
 ) -> None:
     """Copy the tensors' bytes to where they are wanted.
 
-    mapped      the file, to read it through the page cache; None: past it
+    mapped      read through the page cache, else past it
     on_host     all are wanted in the memory of the CPU: several threads copy. Else one does, so that
                 copies are ordered after the work of the caller's streams
-    wanted      entries; only they are read, and verified. None for all
-    keep_pages  of ``mapped``, which is used further
+    wanted      indexes of tensors; only they are read, and verified. None for all
 
     Raises CheckpointError, or InvalidCheckpoint where ``verify`` finds one damaged.
     """
-    header, lock = source.header, threading.Lock()
+    first = 0
+    for each in source.volumes:
+        numbers = {index: first + number for number, index in enumerate(each.indexes)}
+        first += len(numbers)
+        chosen = [index for index, number in numbers.items() if wanted is None or number in wanted]
+        if chosen:
+            file = map_file(each.source) if mapped else None
+            volume, to = each._replace(indexes=chosen), lambda index, to=numbers: destination(to[index])
+            _fill(volume, to, file, verify, on_host=on_host)
+
+
+def _fill(
+    volume: Volume,
+    destination: Destination,
+    mapped: MappedFile | None,
+    verify: bool = True,
+    *,
+    on_host: bool = True,
+    keep_pages: bool = False,
+) -> None:
+    """As `fill`, for tensors of one file, by the indexes of its header.
+
+    mapped      the file, to read it through the page cache
+    keep_pages  of ``mapped``, which is used further
+    """
+    source, header, lock = volume.source, volume.source.header, threading.Lock()
     checksums = Checksums(header.entries)
 
     def use(piece: Piece, address: int) -> None:
@@ -157,15 +189,9 @@ def fill(
         if not keep_pages:
             mapped.release_pages(piece.offset, piece.end)
 
-    def pieces() -> Iterator[Piece]:
-        for piece in split(header.entries, header.data_offset, source.file.alignment_bytes):
-            if wanted is not None:
-                piece = piece._replace(parts=tuple(part for part in piece.parts if part.entry in wanted))
-            if piece.parts:
-                yield piece
-
+    pieces = _pieces(volume)
     if mapped is not None:
-        (in_parallel if on_host else in_order)(bring_in, pieces())
+        (in_parallel if on_host else in_order)(bring_in, pieces)
     else:
         pool = BufferPool(pinned=not on_host)
 
@@ -173,9 +199,17 @@ def fill(
             buffer = pool.take()
             return buffer.address, buffer
 
-        _read(source, pieces(), take, use, pool.give)
+        _read(source, pieces, take, use, pool.give)
     if verify:
-        _raise_damaged(source, checksums.damaged(wanted))
+        _raise_damaged(source, checksums.damaged(volume.indexes))
+
+
+def _pieces(volume: Volume) -> Iterator[Piece]:
+    """Of the file, those with anything of the volume's tensors, and the parts that are of these."""
+    source, wanted = volume.source, frozenset(volume.indexes)
+    for piece in split(source.header.entries, source.header.data_offset, source.file.alignment_bytes):
+        if parts := tuple(part for part in piece.parts if part.entry in wanted):
+            yield piece._replace(parts=parts)
 
 
 def _nowhere(_: int) -> None:
@@ -224,12 +258,13 @@ def _read(
     run_transfers(source.opened, map(to_read, pieces), done, source.way, depth)
 
 
-def _tensors(source: Source, memory: MappedFile | OwnMemory, begin: int) -> list[torch.Tensor]:
+def _tensors(volume: Volume, memory: MappedFile | OwnMemory, begin: int) -> list[torch.Tensor]:
     """Tensors out of memory that holds the file from ``begin`` on."""
-    offset = source.header.data_offset - begin
+    header = volume.source.header
+    offset = header.data_offset - begin
     return [
         _tensor_of(memory.part(offset + entry.begin, offset + entry.end), DTYPES[entry.dtype], entry.shape)
-        for entry in source.header.entries
+        for entry in map(header.entries.__getitem__, volume.indexes)
     ]
 
 

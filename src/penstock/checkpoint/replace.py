@@ -7,9 +7,11 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.core.files import sync_folder
@@ -22,6 +24,7 @@ _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, er
 _SUFFIX = ".penstock"
 _TOKEN_BYTES = 8
 _NAME_BYTES = 255 - len(f"..{_SUFFIX}") - 2 * _TOKEN_BYTES  # most that are left of the file's own name
+_HIDDEN = re.compile(rb"\.(.*)\.[0-9a-f]{%d}%s" % (2 * _TOKEN_BYTES, re.escape(_SUFFIX).encode()), re.DOTALL)
 
 
 class Replacement(files.Closing):
@@ -44,7 +47,7 @@ class Replacement(files.Closing):
         self._hidden: Path | None = None
         self.opened = files.OpenFile(File(-1))  # none yet
         there = _existing(self.path)
-        _remove_stale(self.path)
+        remove_stale(self.path.parent, _cut(self.path.name).__eq__)
         try:
             self.opened = files.from_descriptor(self._create(there), os.fspath(self.path))
             self.file = self.opened.file
@@ -139,21 +142,21 @@ def _by_descriptor(descriptor: int) -> str:
 
 
 def _hidden(path: Path) -> Path:
-    return path.with_name(_hidden_start(path) + secrets.token_hex(_TOKEN_BYTES) + _SUFFIX)
+    return path.with_name(f".{_cut(path.name)}.{secrets.token_hex(_TOKEN_BYTES)}{_SUFFIX}")
 
 
-def _hidden_start(path: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(path.name)[:_NAME_BYTES])}."
+def _cut(name: str) -> str:
+    return os.fsdecode(os.fsencode(name)[:_NAME_BYTES])
 
 
-def _remove_stale(path: Path) -> None:
-    """Remove the files that killed processes left beside ``path``. A live writer holds a lock on its own."""
-    start = _hidden_start(path)
-    length = len(start) + 2 * _TOKEN_BYTES + len(_SUFFIX)
-    with contextlib.suppress(OSError), os.scandir(path.parent) as found:
+def remove_stale(directory: Path, is_wanted: Callable[[str], bool]) -> None:
+    """Remove what killed processes left in ``directory`` of files whose names, cut to `_NAME_BYTES`, are
+    wanted. A live writer holds a lock on its own."""
+    with contextlib.suppress(OSError), os.scandir(directory) as found:
         for name in [entry.name for entry in found]:
-            if len(name) == length and name.startswith(start) and name.endswith(_SUFFIX):
-                _remove_unlocked(path.with_name(name))
+            match = _HIDDEN.fullmatch(os.fsencode(name))
+            if match is not None and is_wanted(os.fsdecode(match[1])):
+                _remove_unlocked(directory / name)
 
 
 def _remove_unlocked(path: Path) -> None:

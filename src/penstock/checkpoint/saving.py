@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.failures import cannot_write, os_error
-from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, encode
+from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, Reference, encode
 from penstock.checkpoint.pieces import (
     BufferPool,
     Checksums,
@@ -144,14 +144,26 @@ def _by_the_first(group: Any, write: Callable[[], object], path: Path) -> None:
 def _save(
     state: Any, path: PathLike, wait: bool, metadata: Metadata, io: IoOptions | None
 ) -> SaveHandle | None:
-    path = path_of(path)
-    contents = _contents_of(state, metadata)
+    path, contents = path_of(path), contents_of(state, metadata)
+    if not wait:
+        return save_in_background(contents, path, io)
+    save_now(contents, path, io)
+    return None
+
+
+def save_now(contents: Contents, path: Path, io: IoOptions | None) -> None:
+    """Write it straight from the tensors."""
     way = io_path("write", path, contents.size_bytes, io)
-    if wait:
-        with _replacement(path, contents.size_bytes) as replacement:
-            background.wait_for(replacement.path)
-            _write_through(contents, replacement, way)
-        return None
+    with _replacement(path, contents.size_bytes) as replacement:
+        background.wait_for(replacement.path)
+        _write_through(contents, replacement, way)
+
+
+def save_in_background(
+    contents: Contents, path: Path, io: IoOptions | None, then: Callable[[], None] = lambda: None
+) -> SaveHandle:
+    """Copy what is to be written, and write it. ``then`` is called once it is durable and in place."""
+    way = io_path("write", path, contents.size_bytes, io)
     with contextlib.ExitStack() as held:
         held.enter_context(background.room_for(contents.data_bytes))
         replacement = held.enter_context(_replacement(path, contents.size_bytes))
@@ -159,7 +171,12 @@ def _save(
             write_copy = held.enter_context(_snapshot(contents))
         except OSError as error:
             raise cannot_write(path, error, contents.size_bytes) from error
-        return background.start(replacement.path, partial(write_copy, replacement, way), held.pop_all())
+
+        def work() -> None:
+            write_copy(replacement, way)
+            then()
+
+        return background.start(replacement.path, work, held.pop_all())
 
 
 def _replacement(path: Path, size_bytes: int) -> Replacement:
@@ -173,19 +190,21 @@ def _replacement(path: Path, size_bytes: int) -> Replacement:
 
 
 @dataclass(frozen=True)
-class _Contents:
+class Contents:
     """The contents of a checkpoint to be written.
 
-    tensors    whose bytes are written, in the order of the file
-    entries    where each of them lies, without checksums
-    tree       how they make up the state
-    metadata   the user's own, and where tensors were
+    tensors     whose bytes are written, in the order of the file
+    entries     where each of them lies, without checksums
+    tree        how they make up the state
+    metadata    the user's own, and where tensors were
+    elsewhere   tensors that are not written: they lie in other files
     """
 
     tensors: tuple[torch.Tensor, ...]
     entries: tuple[Entry, ...]
     tree: str
     metadata: dict[str, str]
+    elsewhere: tuple[Reference, ...]
     header_bytes: int
 
     @property
@@ -198,15 +217,28 @@ class _Contents:
 
     def header(self, checksums: Checksums) -> bytes:
         entries = [entry._replace(crc32c=checksums.of(i)) for i, entry in enumerate(self.entries)]
-        return encode(entries, tree=self.tree, metadata=self.metadata, alignment_bytes=PAGE_BYTES)
+        return _encoded(entries, self.tree, self.metadata, self.elsewhere)
 
     @property
     def on_host(self) -> bool:
         return all(map(is_on_host, self.tensors))
 
 
-def _contents_of(state: Any, metadata: Metadata) -> _Contents:
-    """Lay out ``state``; only tensors with gaps are copied. Raises InvalidArgument."""
+def _encoded(
+    entries: Sequence[Entry], tree: str, metadata: Mapping[str, str], elsewhere: Sequence[Reference]
+) -> bytes:
+    return encode(entries, tree=tree, metadata=metadata, alignment_bytes=PAGE_BYTES, elsewhere=elsewhere)
+
+
+def contents_of(
+    state: Any,
+    metadata: Metadata,
+    refer: Callable[[Sequence[Stored]], tuple[Mapping[str, int], Mapping[str, Reference]]] | None = None,
+) -> Contents:
+    """Lay out ``state``; only tensors with gaps are copied. Raises InvalidArgument.
+
+    refer   told the tensors, says what their 64-bit words sum up to, and which lie elsewhere, by name
+    """
     stored, tree = flatten(state)
     own = {**FOR_TORCH, **(metadata or {})}
     if DEVICES in own:
@@ -214,13 +246,17 @@ def _contents_of(state: Any, metadata: Metadata) -> _Contents:
     elsewhere = {item.name: str(item.tensor.device) for item in stored if not is_on_host(item.tensor)}
     if elsewhere:
         own[DEVICES] = json.dumps(elsewhere)
-    ordered = sorted(stored, key=_place)
+    sums, references = ({}, {}) if refer is None else refer(stored)
+    ordered = sorted((item for item in stored if item.name not in references), key=_place)
     entries, end = [], 0
     for item in ordered:
         begin, end = end, end + item.tensor.nbytes
-        entries.append(Entry(item.name, item.dtype, item.shape, begin, end))
-    header_bytes = len(encode(entries, tree=tree, metadata=own, alignment_bytes=PAGE_BYTES))
-    return _Contents(tuple(item.tensor for item in ordered), tuple(entries), tree, own, header_bytes)
+        entries.append(Entry(item.name, item.dtype, item.shape, begin, end, None, sums.get(item.name)))
+    # In the order of the files, which the header groups them by.
+    others = tuple(sorted(references.values(), key=lambda reference: reference.file))
+    header_bytes = len(_encoded(entries, tree, own, others))
+    tensors = tuple(item.tensor for item in ordered)
+    return Contents(tensors, tuple(entries), tree, own, others, header_bytes)
 
 
 def _place(stored: Stored) -> tuple[bool, int]:
@@ -228,7 +264,7 @@ def _place(stored: Stored) -> tuple[bool, int]:
     return stored.tensor.nbytes % PAGE_BYTES != 0, -stored.tensor.element_size()
 
 
-def _write_through(contents: _Contents, replacement: Replacement, way: IoPath) -> None:
+def _write_through(contents: Contents, replacement: Replacement, way: IoPath) -> None:
     """Write straight from the tensors, through a few buffers."""
     checksums = Checksums(contents.entries)
     pool = BufferPool(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
@@ -243,7 +279,7 @@ def _write_through(contents: _Contents, replacement: Replacement, way: IoPath) -
 
 
 @contextlib.contextmanager
-def _snapshot(contents: _Contents) -> Iterator[Callable[[Replacement, IoPath], None]]:
+def _snapshot(contents: Contents) -> Iterator[Callable[[Replacement, IoPath], None]]:
     """Copies the tensors as they are now, as they will lie in the file. Returns what writes the copy. That is
     freed at the end: others may hold the function as long as its error.
 
@@ -266,7 +302,7 @@ def _snapshot(contents: _Contents) -> Iterator[Callable[[Replacement, IoPath], N
 
 
 def _write(
-    contents: _Contents,
+    contents: Contents,
     checksums: Checksums,
     pieces: Iterable[_Gathered],
     replacement: Replacement,
@@ -309,7 +345,7 @@ def _write(
         raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
 
 
-def _gather(contents: _Contents, piece: Piece, address: int, checksums: Checksums) -> None:
+def _gather(contents: Contents, piece: Piece, address: int, checksums: Checksums) -> None:
     """Copy the tensors' bytes of ``piece`` to ``address``."""
     for part in piece.parts:
         tensor, size_bytes = contents.tensors[part.entry], part.size_bytes

@@ -8,15 +8,17 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.checkpoint.failures import cannot_read, os_error
-from penstock.checkpoint.header import Header, decode, header_bytes
+from penstock.checkpoint.failures import cannot_read, os_error, shown
+from penstock.checkpoint.header import Entry, Header, decode, header_bytes
 from penstock.checkpoint.pieces import io_path
-from penstock.errors import InvalidArgument, InvalidCheckpoint
+from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
 from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.paths import IoPath
@@ -41,15 +43,23 @@ def path_of(path: PathLike) -> Path:
     return Path(path)
 
 
-def _open_regular(path: Path) -> int:
+def _open_regular(path: Path, flags: int = 0) -> int:
     """A descriptor of the file at ``path``. Raises OSError where it is something else."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for its writer
+    descriptor = os.open(path, flags)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         os.set_blocking(descriptor, True)
         return descriptor
     os.close(descriptor)
     raise os_error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
+
+
+class Volume(NamedTuple):
+    """A file that holds tensors of a checkpoint: the entries of its header with these indexes."""
+
+    source: Source
+    indexes: Sequence[int]
 
 
 class Source(files.Closing):
@@ -59,11 +69,13 @@ class Source(files.Closing):
     none, or it cannot be read.
     """
 
-    def __init__(self, path: PathLike, io: IoOptions | None = None) -> None:
+    def __init__(self, path: PathLike, io: IoOptions | None = None, *, follow_links: bool = True) -> None:
         """``io``: says by which I/O path it is read past the page cache; see `io_path`."""
         self.path, self._io = path_of(path), io
+        self._others: list[Source] = []
         try:
-            self.opened = files.from_descriptor(_open_regular(self.path), os.fspath(self.path))
+            descriptor = _open_regular(self.path, 0 if follow_links else os.O_NOFOLLOW)
+            self.opened = files.from_descriptor(descriptor, os.fspath(self.path))
         except OSError as error:
             raise cannot_read(self.path, error) from error
         self.file = self.opened.file
@@ -92,17 +104,59 @@ class Source(files.Closing):
             data += self._read(len(data), length - len(data))
         return decode(data, self.size_bytes, self.path)
 
+    @cached_property
+    def volumes(self) -> tuple[Volume, ...]:
+        """The files that hold the tensors: this one, and for an increment those that its header names.
+
+        Raises InvalidCheckpoint where one of them is not there, or does not hold what is wanted of it.
+        """
+        wanted: dict[str, list[Entry]] = {}
+        for file, entry in self.header.elsewhere:
+            wanted.setdefault(file, []).append(entry)
+        own = Volume(self, range(len(self.header.entries)))
+        return own, *(self._volume(file, entries) for file, entries in wanted.items())
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All tensors, in the order of the volumes. They lie in the data section of their volume's file."""
+        return [volume.source.header.entries[i] for volume in self.volumes for i in volume.indexes]
+
+    def _volume(self, file: str, wanted: Sequence[Entry]) -> Volume:
+        path = Path(os.path.realpath(self.path)).with_name(file)
+        try:
+            other = Source(path, self._io, follow_links=False)
+            self._others.append(other)
+            held = {entry: index for index, entry in enumerate(other.header.entries)}
+        except CheckpointError as error:
+            problem = os.strerror(error.errno) if error.errno else "it is damaged"
+            raise self._not_whole(wanted, f"lie in {path}, which cannot be read ({problem})") from error
+        if missing := [entry for entry in wanted if entry not in held]:
+            raise self._not_whole(missing, f"are not in {path} as they were: it is another file by now")
+        return Volume(other, [held[entry] for entry in wanted])
+
+    def _not_whole(self, entries: Sequence[Entry], problem: str) -> InvalidCheckpoint:
+        names = shown([entry.name for entry in entries])
+        return InvalidCheckpoint(
+            f"{self.path} is not whole: its tensors {names} {problem}. Put that file back, or load another "
+            "checkpoint."
+        )
+
     @property
     def is_cached(self) -> bool:
-        """The page cache holds nearly all of the file."""
-        return cached_share(self.file.buffered) >= _CACHED_SHARE
+        """The page cache holds nearly all of the files."""
+        return all(
+            cached_share(volume.source.file.buffered) >= _CACHED_SHARE
+            for volume in self.volumes
+            if volume.indexes
+        )
 
     def read_ahead(self) -> None:
         with contextlib.suppress(OSError):  # it is only advice
             os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        self.opened.close()
+        for each in (self, *self._others):
+            each.opened.close()
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
         data = b""

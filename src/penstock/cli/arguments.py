@@ -115,6 +115,8 @@ EXAMPLES = {
     "planning.whatif": """\
 whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks 1,2,4 \\
       --disk-rate 3.2GB/s""",
+    "checkpoint.ls": "checkpoint ls run/",
+    "checkpoint.pack": "checkpoint pack run/step-0000000900.safetensors model.safetensors",
     "checkpoint.info": "checkpoint info run.safetensors",
     "checkpoint.verify": "checkpoint verify run.safetensors",
     "checkpoint.convert": "checkpoint convert model.pt model.safetensors",
@@ -246,7 +248,7 @@ def _finetune(names: Commands) -> None:
     machine = tune.add_argument_group(MEMORY)
     _options(machine, RUN, "device_budget", required=True)
     _spill_dir(machine, "use")
-    _options(machine, RUN, "disk_budget", "hardware", "endurance")
+    _options(machine, RUN, "host_budget", "host_node", "disk_budget", "hardware", "endurance")
     _planning(tune)
     tuning = options_of(FineTuneOptions)
     training = tune.add_argument_group("training, as in transformers' TrainingArguments")
@@ -300,6 +302,8 @@ def _whatif(names: Commands) -> None:
 def _checkpoint(names: Commands) -> None:
     below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
+    ls = _command(below, "ls", "checkpoint.ls", "list the checkpoints of a manager's directory")
+    _add(ls, "directory", "of penstock.checkpoint.Manager", "Path", metavar="DIR")
     info = _command(below, "info", "checkpoint.info", "show what a checkpoint holds")
     summary = "read a checkpoint whole, and compare its checksums"
     verify = _command(below, "verify", "checkpoint.verify", summary)
@@ -308,10 +312,12 @@ def _checkpoint(names: Commands) -> None:
 
     summary = "write a checkpoint in the format of another suffix"
     convert = _command(below, "convert", "checkpoint.convert", summary)
-    _add(convert, "source", "of penstock.save, torch.save or safetensors", "Path", metavar="A")
-    written = "penstock's: .safetensors; torch's: .pt, .pth, .bin"
-    _add(convert, "destination", written, "Path", metavar="B")
-    _add(convert, "--overwrite", "replace B if it is there", "bool")
+    pack = _command(below, "pack", "checkpoint.pack", "write an increment with all its tensors into one file")
+    for command in (convert, pack):
+        _add(command, "source", "of penstock.save, torch.save or safetensors", "Path", metavar="A")
+        written = "penstock's: .safetensors; torch's: .pt, .pth, .bin"
+        _add(command, "destination", written, "Path", metavar="B")
+        _add(command, "--overwrite", "replace B if it is there", "bool")
 
 
 def _samples(names: Commands) -> None:

@@ -44,6 +44,25 @@ def convert(options: Namespace) -> Answer:
     return Answer(values=_values(found), shown=[_summary(found)], written=[options.destination])
 
 
+pack = convert
+
+
+def ls(options: Namespace) -> Answer:
+    found = checkpoint.ls(options.directory)
+    rows = [
+        (
+            str(each.step),
+            format_bytes(each.tensor_bytes),
+            format_bytes(each.size_bytes),
+            each.problem or ", ".join(each.elsewhere) or "none",
+        )
+        for each in found
+    ]
+    shown = Table(("step", "tensors", "file", "others that it needs"), rows)
+    values = {"checkpoints": [dataclasses.asdict(each) for each in found]}
+    return Answer(values=values, shown=[shown if found else f"no checkpoints in {options.directory}"])
+
+
 def _summary(found: CheckpointInfo) -> str:
     writer = {
         "penstock": "a checkpoint of penstock",
@@ -52,9 +71,10 @@ def _summary(found: CheckpointInfo) -> str:
     }[found.format]
     types = Counter(tensor.dtype for tensor in found.tensors)
     by_type = ", ".join(f"{count} {name}" for name, count in types.most_common()) or "none"
+    others = f", of which some lie in {', '.join(found.elsewhere)}" if found.elsewhere else ""
     return (
         f"{found.path}: {writer}, {format_bytes(found.size_bytes)}\n"
-        f"{counted(len(found.tensors), 'tensor')} ({by_type}), {format_bytes(found.tensor_bytes)}"
+        f"{counted(len(found.tensors), 'tensor')} ({by_type}), {format_bytes(found.tensor_bytes)}{others}"
     )
 
 

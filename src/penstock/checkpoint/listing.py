@@ -1,0 +1,155 @@
+"""The checkpoints of one directory: which there are, whether they are whole, and who may change them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.checkpoint.failures import cannot_read, cannot_write
+from penstock.checkpoint.header import Reference
+from penstock.checkpoint.replace import remove_stale
+from penstock.checkpoint.source import PathLike, Source, path_of
+from penstock.core.files import sync_folder
+from penstock.errors import CheckpointError
+
+_NAME = re.compile(r"step-([0-9]{10,18})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in a directory.
+
+    step           that it was saved as
+    path           give it to `penstock.load`
+    size_bytes     of its file alone
+    tensor_bytes   of all its tensors
+    elsewhere      the files beside it that hold some of them
+    problem        why it cannot be loaded; empty where it is whole
+    """
+
+    step: int
+    path: str
+    size_bytes: int
+    tensor_bytes: int = 0
+    elsewhere: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def ls(directory: PathLike) -> list[Saved]:
+    """The checkpoints in the directory of a `Manager`, by step. Their headers are read, not their tensors.
+
+    Raises CheckpointError where the directory cannot be read.
+    """
+    folder = Folder(path_of(directory))
+    return [look_at(folder.path / name) for name in folder.names()]
+
+
+def look_at(path: Path) -> Saved:
+    """The checkpoint at ``path``, which has a name of `Folder.name_of`."""
+    step = _step_of(path.name)
+    try:
+        with Source(path) as source:
+            elsewhere = tuple(volume.source.path.name for volume in source.volumes[1:])
+            tensor_bytes = sum(entry.size_bytes for entry in source.entries)
+            return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere)
+    except CheckpointError as error:
+        return Saved(step, str(path), 0, problem=str(error))
+
+
+def tensors_of(path: Path) -> dict[str, Reference]:
+    """Where the tensors of a checkpoint lie, by name, as another one beside it can refer to them."""
+    with Source(path) as source:
+        return {
+            entry.name: Reference(volume.source.path.name, entry)
+            for volume in source.volumes
+            for entry in map(volume.source.header.entries.__getitem__, volume.indexes)
+        }
+
+
+class Folder:
+    """A directory with checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+
+    def __del__(self) -> None:
+        self.release()
+
+    @staticmethod
+    def name_of(step: int) -> str:
+        return f"step-{step:010d}.safetensors"
+
+    def names(self) -> list[str]:
+        """Of the checkpoints, by step. Raises CheckpointError."""
+        return list(self.identities())
+
+    def identities(self) -> dict[str, tuple[int, ...]]:
+        """By name, what is another where a file is another one, by step. Raises CheckpointError."""
+        found = {}
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found[entry.name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+        except OSError as error:
+            raise cannot_read(self.path, error) from error
+        return {name: found[name] for name in sorted(found, key=_step_of)}
+
+    def remove(self, name: str) -> None:
+        """Raises OSError."""
+        os.unlink(self.path / name)
+
+    def acquire(self) -> None:
+        """Make the directory where it is not there, and be the only one that changes it, until `release` or
+        the end of the process. What killed processes left there is removed.
+
+        Raises CheckpointError, also where another has it.
+        """
+        try:
+            if not self.path.is_dir():
+                os.makedirs(self.path)
+                sync_folder(self.path.parent)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _held.add(self)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            if error.errno == errno.EWOULDBLOCK:
+                raise CheckpointError(
+                    f"another manager has {self.path}: close it, end its process, or give another directory. "
+                    "penstock.checkpoint.ls looks at the checkpoints there meanwhile"
+                ) from None
+            raise cannot_write(self.path / self.name_of(0), error, 0) from error
+        remove_stale(self.path, lambda name: _NAME.fullmatch(name) is not None)
+
+    def release(self, *, in_child: bool = False) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            if not in_child:  # of fork: its parent's lock is the same one
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
+
+
+def _step_of(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+# A child of fork would keep the lock after its parent has ended.
+_held: weakref.WeakSet[Folder] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for folder in list(_held):
+        folder.release(in_child=True)
+
+
+os.register_at_fork(after_in_child=_release_in_child)

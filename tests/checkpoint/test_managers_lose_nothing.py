@@ -1,0 +1,429 @@
+"""A manager keeps what it is told, writes what has changed, and every checkpoint that is left is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock import checkpoint
+from penstock.checkpoint import Manager, header, pieces
+from penstock.storage.checksum import crc32c
+from penstock.storage.native import PosixTransport
+from tests.support.faulty_transport import FaultyTransport, direct_path
+from tests.support.states import STATES, numbers, same
+
+ROOT = Path(__file__).parents[2]
+
+NAMES = ("large", "medium", "small", "tiny", "empty")
+SIZES = (300_000, 100_001, 1_003, 3, 0)
+
+
+def state_of(versions: Sequence[int]) -> dict[str, Any]:
+    """Tensors of several sizes; one whose version is the same has the same bytes."""
+    tensors = {
+        name: numbers(size, torch.int16, seed=100 * number + version)
+        for number, (name, size, version) in enumerate(zip(NAMES, SIZES, versions, strict=True))
+    }
+    return {**tensors, "versions": list(versions)}
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+# -- what stays ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(
+    changes=st.lists(st.sets(st.integers(0, len(NAMES) - 1)), min_size=1, max_size=8),
+    keep_last=st.integers(1, 3),
+    keep_every=st.none() | st.integers(1, 4),
+    reopen_at=st.integers(0, 8),
+)
+def test_every_checkpoint_that_is_left_loads(
+    changes: list[set[int]],
+    keep_last: int,
+    keep_every: int | None,
+    reopen_at: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("manager")
+    versions, saved = [0] * len(NAMES), {}
+    manager = Manager(folder, keep_last=keep_last, keep_every=keep_every)
+    for step, changed in enumerate(changes, start=1):
+        versions = [version + (number in changed) for number, version in enumerate(versions)]
+        if step == reopen_at:
+            manager.close()
+            manager = Manager(folder, keep_last=keep_last, keep_every=keep_every)
+        manager.save(saved.setdefault(step, state_of(versions)), step, wait=step % 2 == 0)
+        manager.wait()
+        kept = set(range(1, step + 1)[-keep_last:])
+        kept |= {each for each in range(1, step + 1) if keep_every and each % keep_every == 0}
+        assert kept <= set(manager.steps())
+        assert manager.latest() == folder / f"step-{step:010d}.safetensors"
+        found = checkpoint.ls(folder)
+        assert [each.step for each in found] == list(manager.steps()) and not any(e.problem for e in found)
+        for each in found:
+            assert same(checkpoint.load(each.path), saved[each.step])
+        # What stays for the sake of others is bounded by what they use.
+        extra = sum(each.size_bytes for each in found if each.step not in kept)
+        assert extra <= 2 * sum(each.tensor_bytes for each in found if each.step in kept)
+    manager.close()
+    assert all(re.fullmatch(r"step-\d{10}\.safetensors", path.name) for path in folder.iterdir())
+
+
+def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
+    frozen = {f"layer{number}": numbers(500_000, seed=number) for number in range(4)}
+    adapter = {"a": numbers(1000, seed=9)}
+    with Manager(tmp_path, keep_last=2) as manager:
+        for step in range(5):
+            adapter["a"] = numbers(1000, seed=step)
+            manager.save({"frozen": frozen, "adapter": adapter}, step)
+        manager.wait()
+        assert manager.steps() == (0, 3, 4), "the first one stays: it holds what the others refer to"
+        assert bytes_in(tmp_path) < 8_000_000 + 100_000
+        latest = manager.latest()
+        assert latest is not None and latest.stat().st_size < 20_000
+        found = checkpoint.verify(latest)
+    assert found.elsewhere == ("step-0000000000.safetensors",)
+    assert found.tensor_bytes == 8_004_000 and found.checksummed
+
+
+def test_little_that_is_frozen_does_not_keep_much(tmp_path: Path) -> None:
+    """An old file of which one small tensor were used would stay for ever: the tensor is written again."""
+    frozen = numbers(1000)
+    with Manager(tmp_path, keep_last=1) as manager:
+        for step in range(3):
+            manager.save({"frozen": frozen, "trained": numbers(100_000, seed=step)}, step, wait=True)
+        assert manager.steps() == (2,)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_state_comes_back_from_increments(name: str, tmp_path: Path) -> None:
+    state = STATES[name]()
+    with Manager(tmp_path) as manager:
+        for step in range(3):
+            manager.save({"state": state, "step": step}, step)
+        manager.wait()
+        for step, each in enumerate(checkpoint.ls(tmp_path)):
+            for mmap in (None, False, True):
+                assert same(checkpoint.load(each.path, mmap=mmap), {"state": state, "step": step})
+
+
+def test_a_module_is_filled_from_increments(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 3))
+    with Manager(tmp_path) as manager:
+        manager.save(model.state_dict(), 0)
+        with torch.no_grad():
+            model[1].weight += 1
+        manager.save(model.state_dict(), 1, wait=True)
+        other = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 3))
+        latest = manager.latest()
+    assert latest is not None and checkpoint.info(latest).elsewhere
+    penstock.load(latest, into=other)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_change_that_the_checksum_does_not_see_is_written(tmp_path: Path) -> None:
+    """CRC-32C is linear: its polynomial, added to the bytes, leaves it as it is."""
+    polynomial = ((0x82F63B78 << 1) | 1).to_bytes(5, "little")
+    before = numbers(4096, torch.uint8)
+    after = before.clone()
+    after[100:105] ^= torch.tensor(list(polynomial), dtype=torch.uint8)
+    assert crc32c(before.numpy()) == crc32c(after.numpy()) and not torch.equal(before, after)
+    with Manager(tmp_path) as manager:
+        manager.save({"a": before}, 0)
+        manager.save({"a": after}, 1, wait=True)
+        assert torch.equal(checkpoint.load(manager.latest())["a"], after)
+
+
+def test_the_file_holds_the_values_at_the_call(tmp_path: Path) -> None:
+    tensor, frozen = numbers(2_000_000, torch.int32), numbers(2_000_000)
+    with Manager(tmp_path) as manager:
+        for step in range(4):
+            manager.save({"a": tensor, "frozen": frozen, "step": step}, step)
+            tensor += 1
+        manager.wait()
+        first = numbers(2_000_000, torch.int32)
+        for each in checkpoint.ls(tmp_path):
+            assert torch.equal(checkpoint.load(each.path)["a"], first + each.step)
+
+
+def test_a_packed_increment_stands_alone(tmp_path: Path) -> None:
+    state = {"a": numbers(100_000), "b": numbers(10)}
+    with Manager(tmp_path / "run") as manager:
+        manager.save(state, 0)
+        manager.save(state, 1, wait=True)
+        latest = manager.latest()
+    assert latest is not None
+    found = checkpoint.convert(latest, tmp_path / "packed.safetensors")
+    assert found.elsewhere == () and same(checkpoint.load(tmp_path / "packed.safetensors"), state)
+    for path in (tmp_path / "run").iterdir():
+        path.unlink()
+    others = safetensors.torch.load_file(tmp_path / "packed.safetensors")
+    assert all(same(others[name], state[name]) for name in state)
+
+
+# -- when something goes wrong ---------------------------------------------------------------------
+
+
+def test_the_last_good_one_stays_where_newer_ones_are_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Manager(tmp_path) as manager:
+        for step in range(3):
+            manager.save({"a": numbers(10_000, seed=step)}, step, wait=True)
+    for step, keep in ((1, 0), (2, 20_000)):
+        os.truncate(tmp_path / f"step-{step:010d}.safetensors", keep)
+    with Manager(tmp_path, keep_last=1) as manager:
+        assert manager.steps() == (0,) and "is not counted" in caplog.text
+        assert same(checkpoint.load(manager.latest())["a"], numbers(10_000))
+        manager.save({"a": numbers(10_000, seed=7)}, 2, wait=True)  # takes the place of the damaged one
+        assert manager.steps() == (2,)
+        assert same(checkpoint.load(manager.latest())["a"], numbers(10_000, seed=7))
+    assert (tmp_path / "step-0000000001.safetensors").exists(), "what nobody understands is left alone"
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_what_somebody_removed_is_written_again(how: str, tmp_path: Path) -> None:
+    state, first = {"a": numbers(100_000), "b": numbers(10)}, tmp_path / "step-0000000000.safetensors"
+    with Manager(tmp_path) as manager:
+        manager.save(state, 0)
+        manager.save({**state, "b": numbers(11)}, 1, wait=True)
+        assert checkpoint.info(manager.latest()).elsewhere
+        first.unlink()
+        if how == "replaced":
+            checkpoint.save({"a": numbers(100_000, seed=3)}, first)
+        with pytest.raises(penstock.InvalidCheckpoint, match=r"is not whole: its tensors a "):
+            checkpoint.load(manager.latest())
+        manager.save(state, 2, wait=True)
+        assert same(checkpoint.load(manager.latest()), state)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_failed_save_loses_nothing(wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = FaultyTransport(PosixTransport(), lambda _: errno.EIO)
+    state = {"a": numbers(100_000)}
+    with Manager(tmp_path, keep_last=1) as manager:
+        manager.save(state, 0, wait=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(pieces, "shared_path", lambda: direct_path(failing))
+            if wait:
+                with pytest.raises(penstock.CheckpointError, match="Input/output error"):
+                    manager.save({"a": numbers(100_000, seed=1)}, 1, wait=True)
+            else:
+                manager.save({"a": numbers(100_000, seed=1)}, 1)
+                with pytest.raises(penstock.CheckpointError, match="Input/output error"):
+                    manager.save(state, 2)
+        assert manager.steps() == (0,) and same(checkpoint.load(manager.latest()), state)
+        manager.save(state, 3, wait=True)
+        assert same(checkpoint.load(manager.latest()), state)
+    failing.close()
+
+
+def test_damage_of_what_is_referred_to_is_named(tmp_path: Path) -> None:
+    state, first = {"a": numbers(100_000)}, tmp_path / "step-0000000000.safetensors"
+    with Manager(tmp_path) as manager:
+        manager.save(state, 0)
+        manager.save(state, 1, wait=True)
+        latest = manager.latest()
+    with open(first, "r+b") as file:
+        file.seek(200_000)
+        byte = file.read(1)
+        file.seek(200_000)
+        file.write(bytes([byte[0] ^ 1]))
+    for look in (checkpoint.load, checkpoint.verify, lambda path: checkpoint.load(path, mmap=False)):
+        with pytest.raises(penstock.InvalidCheckpoint, match=f"{first} is damaged: the checksum of a is"):
+            look(latest)
+
+
+# -- one manager for a directory -------------------------------------------------------------------
+
+
+def test_a_second_manager_is_refused(tmp_path: Path) -> None:
+    with Manager(tmp_path):
+        with pytest.raises(penstock.CheckpointError, match="another manager has"):
+            Manager(tmp_path)
+        command = f"from penstock.checkpoint import Manager; Manager({str(tmp_path)!r})"
+        other = subprocess.run(
+            [sys.executable, "-c", command], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert other.returncode == 1 and "another manager has" in other.stderr
+    Manager(tmp_path).close()
+
+
+def test_a_child_does_not_keep_the_directory(tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    manager.close()
+    Manager(tmp_path).close()
+    os.close(writer)
+    os.waitpid(child, 0)
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda folder: Manager(folder, keep_last=0), "keep_last is 0"),
+        (lambda folder: Manager(folder, keep_every=True), "keep_every is True"),
+        (lambda folder: Manager(folder).save({}, -1), "step is -1"),
+        (lambda folder: Manager(folder).save({}, 1.5), "step is 1.5"),
+        (lambda folder: Manager(folder / "a" / "\0"), "null"),
+    ],
+)
+def test_bad_arguments_are_named(call: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        call(tmp_path)
+
+
+def test_steps_go_on(tmp_path: Path) -> None:
+    with Manager(tmp_path) as manager:
+        manager.save({}, 5)
+        with pytest.raises(penstock.InvalidArgument, match="step 5 is not after 5, the newest"):
+            manager.save({}, 5)
+    with pytest.raises(penstock.InvalidArgument, match="is closed"):
+        manager.save({}, 6)
+    (tmp_path / "file").touch()
+    with pytest.raises(penstock.CheckpointError, match="cannot be written"):
+        Manager(tmp_path / "file")
+
+
+# -- files are not trusted -------------------------------------------------------------------------
+
+
+def reference(file: str, path: Path, **changes: Any) -> None:
+    """An increment at ``path`` with one tensor that would lie in ``file``."""
+    entry = header.Entry("a", "U8", (16,), 0, 16, crc32c(bytes(range(16))))._replace(**changes)
+    described = header.encode([], tree='{"a":{"$tensor":"a"}}', elsewhere=[header.Reference(file, entry)])
+    path.write_bytes(described)
+
+
+def other(path: Path) -> None:
+    checkpoint.save({"a": torch.arange(16, dtype=torch.uint8)}, path)
+
+
+def test_a_reference_that_is_right_is_followed(tmp_path: Path) -> None:
+    other(tmp_path / "data")
+    reference("data", tmp_path / "state")
+    assert checkpoint.load(tmp_path / "state")["a"].tolist() == list(range(16))
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "state").symlink_to(tmp_path / "state")
+    assert checkpoint.load(tmp_path / "link" / "state")["a"].tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("file", ["../data", "/etc/passwd", "sub/data", ".data", "", "..", "da\0", "a" * 300])
+def test_references_stay_in_the_directory(file: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for path in (tmp_path / "data", tmp_path / "sub" / "data", tmp_path / ".data"):
+        other(path)
+    (tmp_path / "sub" / "sub").mkdir()
+    other(tmp_path / "sub" / "sub" / "data")
+    reference(file, tmp_path / "sub" / "state")
+    with pytest.raises(penstock.InvalidCheckpoint, match="no name of a file"):
+        checkpoint.load(tmp_path / "sub" / "state")
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    other(tmp_path / "elsewhere" / "data")
+    (tmp_path / "data").symlink_to(tmp_path / "elsewhere" / "data")
+    reference("data", tmp_path / "state")
+    with pytest.raises(penstock.InvalidCheckpoint, match="is not whole"):
+        checkpoint.load(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"crc32c": 7},
+        {"dtype": "I8"},
+        {"shape": (4, 4)},
+        {"begin": 16, "end": 32},
+        {"name": "b"},
+        {"sum64": 3},
+    ],
+)
+def test_another_tensor_is_not_taken_for_it(changes: dict[str, Any], tmp_path: Path) -> None:
+    other(tmp_path / "data")
+    reference("data", tmp_path / "state", **changes)
+    with pytest.raises(penstock.InvalidCheckpoint):
+        checkpoint.load(tmp_path / "state")
+
+
+def test_a_file_may_refer_to_itself_only_in_vain(tmp_path: Path) -> None:
+    reference("state", tmp_path / "state")
+    with pytest.raises(penstock.InvalidCheckpoint, match=r"are not in .* as they were"):
+        checkpoint.load(tmp_path / "state")
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+SAVING = """
+import sys, torch
+from penstock.checkpoint import Manager, ls, load
+folder, hidden = sys.argv[1], sys.argv[2] == "hidden"
+if hidden:  # as on a file system without nameless files
+    from penstock.checkpoint import replace
+    replace._create_nameless = lambda *_: None
+frozen = torch.arange(400_000)
+manager = Manager(folder, keep_last=2, keep_every=50)
+latest = manager.latest()
+step = 0 if latest is None else load(latest)["step"]
+print("ready", flush=True)
+while True:
+    step += 1
+    moving = torch.full((50_000,), step)
+    # Every tenth step nearly all is new, so that files to refer to change.
+    manager.save({"frozen": frozen + step // 10, "moving": moving, "step": step}, step, wait=step % 2 == 0)
+"""
+
+
+@pytest.mark.parametrize("how", ["nameless", "hidden"])
+def test_a_killed_process_leaves_its_newest_checkpoint_whole(how: str, tmp_path: Path) -> None:
+    chance, last = random.Random(3), 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVING, str(tmp_path / "run"), how], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.2, 1.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        found = checkpoint.ls(tmp_path / "run")
+        assert not [each.problem for each in found if each.problem]
+        for each in found:
+            state = checkpoint.load(each.path)
+            assert state["step"] == each.step and bool((state["moving"] == each.step).all())
+            assert torch.equal(state["frozen"], torch.arange(400_000) + each.step // 10)
+        assert found[-1].step >= last
+        last = found[-1].step
+        assert len(found) <= 2 + last // 50 + 3
+    assert last > 8, "some were saved in between"
+    Manager(tmp_path / "run").close()
+    assert all(path.name.startswith("step-") for path in (tmp_path / "run").iterdir()), (
+        "nothing hidden is left"
+    )
