@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "fetches.hpp"
+
 namespace penstock::samples {
 
 namespace {
@@ -70,6 +72,7 @@ std::shared_ptr<SampleBatch> Assembler::next(std::size_t samples) {
     batch->set(i, picks_[i].sample, planned_[i].extent.size_bytes);
   for (const auto& [position, failure] : bad_) batch->add_bad(position, failure);
   if (from_ == From::items) load_ahead();
+  if (reader_.reads().fetches() != nullptr) hasten();
   if (alone_ > 0) read_alone(*batch);
   if (!copy(*batch)) return nullptr;
   batch->assembled();
@@ -179,6 +182,15 @@ void Assembler::load_ahead() {
     body_of(source, items[next_load_].chunk);
     load(source, items[next_load_].chunk);
   }
+}
+
+// Of what is to be fetched, what this batch waits for comes first.
+void Assembler::hasten() {
+  std::vector<Extent> extents;
+  for (const auto& planned : planned_)
+    if (const auto* source = planned.source; source != nullptr && source->chunk != nullptr && source->chunk->loading())
+      extents.push_back(source->body.extent);
+  if (!extents.empty()) reader_.reads().fetches()->hasten(extents);
 }
 
 // What no chunk's body has: long edges, and in full order everything.

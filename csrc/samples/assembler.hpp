@@ -64,6 +64,7 @@ class Assembler {
   const Body& body_of(Source& source, std::uint64_t chunk);
   void load(Source& source, std::uint64_t chunk);
   void load_ahead();
+  void hasten();
   void read_alone(SampleBatch& batch);
   bool copy(SampleBatch& batch);
   bool await(SampleBatch& batch, std::size_t position);

@@ -108,7 +108,8 @@ Read SampleBatch::read(std::size_t position, const Extent& extent) {
   const std::lock_guard lock(mutex_);
   reads_.push_back({position, extent});
   ++under_way_;
-  return {extent, data() + offsets()[position], shared_from_this(), reads_.size() - 1};
+  return {extent, data() + offsets()[position], shared_from_this(), reads_.size() - 1,
+          static_cast<std::uint64_t>(indices()[position])};
 }
 
 void SampleBatch::arrived(std::uint64_t number, int error) {

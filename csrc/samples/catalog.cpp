@@ -26,7 +26,9 @@ void check_partition(const Partition& partition) {
     check(file.chunks == std::max<std::uint64_t>(1, (file.size_bytes + grid - 1) / grid),
           "the chunks of a data file must be those of its size");
     check(file.samples <= partition.directory.size() - samples, "data files have more samples than the directory");
-    check(file.buffered_file >= 0 || file.remote(), "each data file needs an open file");
+    check(file.buffered_file >= 0 || file.remote() || (file.fetched && file.held.empty()),
+          "each data file needs an open file");
+    check(file.held.empty() || file.held.size() == file.chunks, "what is held must be said of each chunk");
     check(file.direct_file < 0 || std::has_single_bit(file.alignment_bytes),
           "an alignment must be a power of two");
     check(file.begin <= kMostBegin, "a data file begins too far into its target");

@@ -19,6 +19,8 @@ struct DataFile {
   Handle buffered_file, direct_file;  // -1: there is none; a namespace is a direct one
   std::uint32_t alignment_bytes;      // of the direct one: a power of two
   std::uint64_t begin = 0;            // where it begins in what the handles name
+  bool fetched = false;               // only what `held` says can be read here
+  std::span<std::uint8_t> held = {};  // of each chunk what is here; empty: nothing ever is. See fetches.hpp
 
   bool remote() const { return is_namespace(direct_file); }
 };
@@ -75,6 +77,12 @@ class Catalog {
       return std::ranges::any_of(partition.data_files, &DataFile::remote);
     });
   }
+  bool anything_fetched() const {
+    return std::ranges::any_of(partitions_, [](const auto& partition) {
+      return std::ranges::any_of(partition.data_files, &DataFile::fetched);
+    });
+  }
+  std::uint64_t chunk_bytes(const Extent& extent) const { return partitions_[extent.partition].chunk_bytes; }
   const DataFile& data_file(const Extent& extent) const {
     return partitions_[extent.partition].data_files[extent.data_file];
   }

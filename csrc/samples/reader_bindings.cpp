@@ -19,6 +19,7 @@
 #include "bindings.hpp"
 #include "checksum.hpp"
 #include "samples/feed.hpp"
+#include "samples/fetches.hpp"
 #include "samples/order.hpp"
 #include "samples/reader.hpp"
 
@@ -146,14 +147,23 @@ Partition partition_of(nb::handle object) {
   return partition;
 }
 
+using FetchedFile = std::tuple<std::size_t, std::size_t, nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>;
+
 void construct(PyReader* self, const nb::list& partitions, std::size_t buffers, bool direct, bool verify,
-               unsigned copy_threads, unsigned depth, bool ring) {
+               unsigned copy_threads, unsigned depth, bool ring, const nb::list& fetched) {
   if (depth == 0) throw nb::value_error("depth must be above zero");
   std::vector<Partition> parsed;
   nb::list kept;
   for (const auto partition : partitions) {
     parsed.push_back(partition_of(partition));
     kept.append(partition);
+  }
+  for (const auto each : fetched) {
+    auto [partition, number, held] = nb::cast<FetchedFile>(each);
+    auto& file = parsed.at(partition).data_files.at(number);
+    file.fetched = true;
+    file.held = {held.data(), held.shape(0)};
+    kept.append(each);
   }
   const ReaderOptions options{buffers, direct, verify, ring, copy_threads, depth};
   new (self) PyReader(std::make_shared<Reader>(std::move(parsed), options), std::move(kept));
@@ -222,6 +232,49 @@ nb::dict counters(PyReader& self) {
   result["waits"] = reader->waits.load();
   result["io_uring"] = reader->reads().uses_ring();
   return result;
+}
+
+// -- what is to be fetched -----------------------------------------------------------------------
+
+Fetches& fetches_of(const PyReader& self) {
+  auto* fetches = self.share()->reads().fetches();
+  if (fetches == nullptr) throw nb::value_error("nothing of this reader is fetched");
+  return *fetches;
+}
+
+// Not by a reference of Python's: the thread that waits here does not keep the reader open.
+nb::object take_fetches(PyReader& self, std::size_t most, double timeout_s) {
+  const auto reader = self.share();
+  auto& fetches = fetches_of(self);
+  std::vector<Fetch> taken;
+  bool open;
+  {
+    const nb::gil_scoped_release release;
+    open = fetches.take(most, after(timeout_s), taken);
+  }
+  if (!open && taken.empty()) return nb::none();
+  nb::list result;
+  for (const auto& [ticket, piece] : taken) {
+    const auto& [partition, data_file, begin, size_bytes] = piece.extent;
+    result.append(nb::make_tuple(ticket, partition, data_file, piece.chunk, piece.bit, begin, begin + size_bytes,
+                                 piece.wanted.offset, piece.wanted.offset + piece.wanted.size_bytes));
+  }
+  return result;
+}
+
+void give_fetch(PyReader& self, std::uint64_t ticket, std::uint64_t begin, const Array<std::uint8_t, 1>& data) {
+  const auto reader = self.share();
+  auto& fetches = fetches_of(self);
+  const std::span bytes(reinterpret_cast<const std::byte*>(data.data()), data.shape(0));
+  const nb::gil_scoped_release release;
+  fetches.give(ticket, begin, bytes);
+}
+
+void fail_fetch(PyReader& self, std::uint64_t ticket, int error) {
+  const auto reader = self.share();
+  auto& fetches = fetches_of(self);
+  const nb::gil_scoped_release release;
+  fetches.fail(ticket, error);
 }
 
 // -- a feed --------------------------------------------------------------------------------------
@@ -311,12 +364,16 @@ void bind_sample_reader(nb::module_& module) {
       });
   nb::class_<PyReader>(module, "SampleReader", "Reads the samples of mounted stores.")
       .def("__init__", &construct, nb::arg("partitions"), nb::kw_only(), nb::arg("buffers"), nb::arg("direct"),
-           nb::arg("verify"), nb::arg("copy_threads"), nb::arg("depth"), nb::arg("ring") = true)
+           nb::arg("verify"), nb::arg("copy_threads"), nb::arg("depth"), nb::arg("ring") = true,
+           nb::arg("fetched") = nb::list())
       .def("read", &read, nb::arg("index"), nb::arg("timeout_s"))
       .def("gather", &gather, nb::arg("indices"), nb::arg("timeout_s"))
       .def("feed", &make_feed, nb::arg("order"), nb::arg("ahead"), nb::arg("prefetch_bytes"),
            nb::arg("skip_damaged"), nb::keep_alive<0, 1>())
       .def("counters", &counters)
+      .def("take_fetches", &take_fetches, nb::arg("most"), nb::arg("timeout_s"))
+      .def("give_fetch", &give_fetch, nb::arg("ticket"), nb::arg("begin"), nb::arg("data"))
+      .def("fail_fetch", &fail_fetch, nb::arg("ticket"), nb::arg("errno"))
       .def("close", &PyReader::close, nb::arg("timeout_s"));
 }
 

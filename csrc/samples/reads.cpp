@@ -6,6 +6,7 @@
 #include <system_error>
 #include <utility>
 
+#include "fetches.hpp"
 #include "io/blocking.hpp"
 #include "io/ring.hpp"
 #include "nvme/nvme_io.hpp"
@@ -123,7 +124,8 @@ bool ReadQueue::close(Clock::time_point deadline) {
 }
 
 Reads::Reads(const Catalog& catalog, bool direct, bool ring, unsigned depth, MakeIo make_io)
-    : catalog_(catalog), direct_(direct), ring_(ring), depth_(depth), make_io_(std::move(make_io)) {}
+    : catalog_(catalog), direct_(direct), ring_(ring), depth_(depth), make_io_(std::move(make_io)),
+      fetches_(catalog.anything_fetched() ? std::make_shared<Fetches>(catalog) : nullptr) {}
 
 std::unique_ptr<ReadQueue> Reads::make_queue(Traffic traffic) {
   Limits limits{depth_, kPieceBytes, 64U << 10, 1};  // chunks are aligned: they need no staging
@@ -158,6 +160,8 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
   if (reads.empty()) return;
   for (const auto& read : reads) bytes_ += read.extent.size_bytes;
   counts_[static_cast<int>(traffic)] += reads.size();
+  if (fetches_ != nullptr) reads = fetches_->sort_out(std::move(reads));
+  if (reads.empty()) return;
   std::unique_lock lock(mutex_);
   if (closed_) {
     lock.unlock();
@@ -171,7 +175,7 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
 
 bool Reads::read_cached(const Extent& extent, std::byte* to) {
   const auto& file = catalog_.data_file(extent);
-  if (file.remote() || (direct_ && file.direct_file >= 0) || never_cached_) return false;
+  if (file.remote() || file.fetched || (direct_ && file.direct_file >= 0) || never_cached_) return false;
   const iovec room{to, extent.size_bytes};
   const auto moved = preadv2(static_cast<int>(file.buffered_file), &room, 1,
                              static_cast<off_t>(file.begin + extent.offset), RWF_NOWAIT);
@@ -190,6 +194,7 @@ bool Reads::close(Clock::time_point deadline) {
   bool whole = true;
   for (auto& queue : queues_)
     if (queue) whole = queue->close(deadline) && whole;
+  if (fetches_ != nullptr) fetches_->close();
   return whole;
 }
 

@@ -31,11 +31,14 @@ class Target {
   virtual void arrived(std::uint64_t number, int error) = 0;
 };
 
+inline constexpr std::uint64_t kWholeChunk = ~std::uint64_t{0};
+
 struct Read {
   Extent extent;       // file bytes
   std::byte* address;  // where they go
   std::shared_ptr<Target> target;
   std::uint64_t number;  // the target's own
+  std::uint64_t sample = kWholeChunk;  // its index, of a sample's read
 };
 
 // Transfers, and the thread that learns what they have done.
@@ -66,6 +69,8 @@ class ReadQueue {
   bool stuck_ = false;
 };
 
+class Fetches;
+
 enum class Traffic { chunks, samples };
 
 class Reads {
@@ -79,6 +84,8 @@ class Reads {
   // Whether the bytes were in the page cache, and all are at `to` now. Never waits for a device.
   bool read_cached(const Extent& extent, std::byte* to);
   bool close(Clock::time_point deadline);
+  // Of files that are fetched; null where there are none.
+  Fetches* fetches() const { return fetches_.get(); }
 
   int uses_ring() const { return uses_ring_; }  // -1: not known before the first read
   std::uint64_t bytes() const { return bytes_; }
@@ -92,6 +99,7 @@ class Reads {
   const bool direct_, ring_;
   const unsigned depth_;
   const MakeIo make_io_;
+  const std::shared_ptr<Fetches> fetches_;
   std::mutex mutex_;
   std::unique_ptr<ReadQueue> queues_[2];
   bool closed_ = false;

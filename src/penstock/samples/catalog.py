@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from penstock.samples import layout
 from penstock.samples.encoding import Decoder
 from penstock.samples.manifest import AGAIN, Field, StoreManifest
 from penstock.samples.places import Bytes, PathLike, Place, check_sums, places_of
+
+if TYPE_CHECKING:
+    from penstock.samples.objects.cache import CacheOptions
 
 _NAME_FILES = (layout.NAMES, layout.ANCHORS, layout.LOOKUP)  # mapped together, when names are asked for
 
@@ -140,10 +143,13 @@ class Directory:
 
 
 def load_all(
-    path: PathLike | Sequence[PathLike], verify: bool = True, timeout_s: float = 60.0
+    path: PathLike | Sequence[PathLike],
+    verify: bool = True,
+    timeout_s: float = 60.0,
+    cache: CacheOptions | None = None,
 ) -> list[Directory]:
     """The directories of the stores that ``path`` stands for: see `places_of` and `Directory.load`."""
-    return [Directory.load(place, verify) for place in places_of(path, timeout_s=timeout_s)]
+    return [Directory.load(place, verify) for place in places_of(path, timeout_s, cache)]
 
 
 def _check_manifest(manifest: StoreManifest, path: str) -> None:

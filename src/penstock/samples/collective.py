@@ -23,6 +23,7 @@ from penstock.core.job import restart_id
 from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.catalog import Directory, load_all
 from penstock.samples.manifest import StoreManifest
+from penstock.samples.objects.cache import CacheOptions
 from penstock.samples.places import PathLike, Place
 from penstock.storage.nvme.url import is_url, parse_url
 from penstock.units import format_seconds
@@ -55,6 +56,7 @@ def gather(
     served_at: str | None = None,
     verify: bool = True,
     timeout_s: float = 60.0,
+    cache: CacheOptions | None = None,
 ) -> tuple[list[Directory], int, int]:
     """The directories of all stores that the processes hold, in the order of ranks; this rank, and world.
 
@@ -71,13 +73,14 @@ def gather(
     if served_at is not None and parse_url(served_at).fragment:
         raise InvalidArgument(f"{served_at!r} names one partition: give the URL that serving has named")
     peers = Rendezvous(group, timeout_s)
-    mine, error = _try_load(lambda: load_all(path, verify, timeout_s))
+    mine, error = _try_load(lambda: load_all(path, verify, timeout_s, cache))
     holds = [HeldStore(_where(each.place, path, served_at), each.manifest) for each in mine]
     stores = _unique_stores(peers, peers.exchange("say what they hold", Message(holds, error)))
     own = {directory.manifest.identity: directory for directory in mine}
     opened, error = _try_load(
         lambda: [
-            own.get(held.manifest.identity) or _open(owner, held, verify, timeout_s) for owner, held in stores
+            own.get(held.manifest.identity) or _open(owner, held, verify, timeout_s, cache)
+            for owner, held in stores
         ]
     )
     peers.exchange("open what the others hold", Message(error=error))
@@ -158,13 +161,15 @@ def _unique_stores(peers: Rendezvous, messages: Sequence[Message]) -> list[tuple
     return list(found.values())
 
 
-def _open(owner: int, held: HeldStore, verify: bool, timeout_s: float) -> Directory:
+def _open(
+    owner: int, held: HeldStore, verify: bool, timeout_s: float, cache: CacheOptions | None
+) -> Directory:
     """Open a store that another process holds. Raises SampleError, InvalidFile."""
     advice = (
         "put it where all processes can see it, or serve it to them (penstock samples serve, and served_at=)"
     )
     try:
-        directory, *_ = load_all(held.place, verify, timeout_s)
+        directory, *_ = load_all(held.place, verify, timeout_s, cache)
     except SampleError as error:
         raise SampleError(
             f"cannot see {held.place}, which process {owner} holds: {error}; {advice}"

@@ -1,4 +1,4 @@
-"""The place of a store: a folder, or a drive of another machine. Loads and verifies its files.
+"""The place of a store: a folder, a drive of another machine, or objects. Loads and verifies its files.
 
 Files of a folder are mapped: all processes of the machine share them.
 """
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,12 @@ from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S
 from penstock.storage.nvme.url import is_url
+from penstock.storage.objects import is_object_url
 from penstock.storage.threads import in_parallel
+
+if TYPE_CHECKING:
+    from penstock.samples.objects.cache import CacheOptions
+    from penstock.samples.objects.fetching import Fetched
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -64,7 +69,7 @@ def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]
             raise InvalidFile(f"{place.path_of(name)} is damaged: its checksum is wrong. {AGAIN}")
 
 
-def _mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
+def mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
     """Map a file. Unlike Python's own mmap it does not keep the file open: there can be many files."""
     if size_bytes == 0:
         return np.empty(0, np.uint8)
@@ -111,11 +116,13 @@ class StoreFile(NamedTuple):
     read_into  fills a view with the bytes from a position on, past the page cache where that works. Raises
                OSError
     close      idempotent
+    fetched    of a data file in an object store: how its bytes come here
     """
 
     target: Callable[[], Target]
     read_into: Callable[[int, memoryview], None]
     close: Callable[[], None]
+    fetched: Fetched | None = None
 
 
 class Place(ABC):
@@ -196,7 +203,7 @@ class Folder(Place):
     def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
         descriptor = self._descriptor(name, wanted_bytes)
         try:
-            return _mapped(descriptor, wanted_bytes, ahead)
+            return mapped(descriptor, wanted_bytes, ahead)
         except OSError as error:
             raise cannot_open(self.path_of(name), error) from error
         finally:
@@ -238,23 +245,32 @@ def _read_into(opened: OpenFile, position: int, view: memoryview) -> None:
         done += count
 
 
-def places_of(path: PathLike | Sequence[PathLike], timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Place]:
+def places_of(
+    path: PathLike | Sequence[PathLike],
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    cache: CacheOptions | None = None,
+) -> list[Place]:
     """The places of the stores that ``path`` stands for, in order.
 
     path       a store, the folder in which several processes packed their partitions, the URL of a namespace
-               that either was uploaded to, or a list of such
-    timeout_s  longest wait for a target
+               or of objects that either was uploaded to, or a list of such
+    timeout_s  longest wait for a target, or a server
+    cache      keeps on this machine what comes from object stores
 
     Raises SampleError where there is no store or a partition is missing, InvalidArgument for an empty list
     and for a URL that is none.
     """
     if isinstance(path, str | os.PathLike):
+        if isinstance(path, str) and is_object_url(path):
+            from penstock.samples.objects.place import object_places
+
+            return object_places(path, timeout_s, cache)
         if not is_url(path):
             return [Folder(folder) for folder in _folders_of(Path(path))]
         from penstock.samples.remote.store import remote_places
 
         return remote_places(path, timeout_s)
-    places = [place for each in path for place in places_of(each, timeout_s)]
+    places = [place for each in path for place in places_of(each, timeout_s, cache)]
     if not places:
         raise InvalidArgument("no store was given: give a path or several")
     return places

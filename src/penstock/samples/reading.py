@@ -17,6 +17,8 @@ from penstock.machine import available_bytes
 from penstock.samples.catalog import Directory
 from penstock.samples.failures import CLOSED, warn_once
 from penstock.samples.layout import data_file_name
+from penstock.samples.objects.cache import CacheOptions
+from penstock.samples.objects.fetching import Fetcher
 from penstock.samples.order import ORDERS
 from penstock.samples.places import StoreFile
 from penstock.units import format_bytes
@@ -44,6 +46,7 @@ class Options:
     prefetch_bytes: int
     timeout_s: float
     copy_threads: int | None
+    cache: CacheOptions | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -109,6 +112,7 @@ class Reader:
         self._directories, self._options, self._buffers = directories, options, buffers
         self._files: list[list[StoreFile]] = []
         self._lock = threading.Lock()
+        self._fetcher: Fetcher | None = None
         self._reader: _native.SampleReader | None = None  # None: before its first use, and after the last
         self.feed: _native.SampleFeed | None = None
         self.epochs = 0
@@ -133,6 +137,12 @@ class Reader:
             if self.is_closed:
                 raise SampleError(CLOSED)
             if self._reader is None:
+                fetched = {
+                    (partition, number): opened.fetched
+                    for partition, files in enumerate(self._files)
+                    for number, opened in enumerate(files)
+                    if opened.fetched is not None
+                }
                 self._reader = _native.SampleReader(
                     [self._partition(number) for number in range(len(self._directories))],
                     buffers=self._buffers,
@@ -140,8 +150,17 @@ class Reader:
                     verify=self._options.verify,
                     copy_threads=_copy_threads(self._options.copy_threads),
                     depth=_DEPTH,
+                    fetched=[(*which, each.held) for which, each in fetched.items()],
                 )
+                self._fetcher = Fetcher(self._reader, fetched) if fetched else None
             return self._reader
+
+    def counters(self) -> dict[str, int]:
+        """What this process has read so far; `requests` and `fetched_bytes` from object stores."""
+        counted, fetcher = self.reader().counters(), self._fetcher
+        if fetcher is not None:
+            counted |= {"requests": fetcher.requests, "fetched_bytes": fetcher.fetched_bytes}
+        return counted
 
     def begin(self, order: _native.SampleOrder, ahead: int) -> None:
         """Begin an epoch; the one before ends. Raises SampleError or SampleFailure once closed."""
@@ -166,9 +185,9 @@ class Reader:
     def after_fork(self) -> None:
         """In a forked child: the files are shared; the parent's reader, and its feed, are its own."""
         self._lock = threading.Lock()
-        _inherited.append((self._reader, self.feed))
+        _inherited.append((self._reader, self.feed, self._fetcher))
         self.epoch_is_in_parent = self.epoch_is_in_parent or self.feed is not None
-        self._reader = self.feed = None
+        self._reader = self.feed = self._fetcher = None
 
     def close(self) -> None:
         """Close all files and release all memory. Idempotent."""
@@ -185,6 +204,8 @@ class Reader:
                     _CLOSE_TIMEOUT_S,
                 )
                 return
+            if self._fetcher is not None:
+                self._fetcher.close()
             for files in self._files:
                 for opened in files:
                     opened.close()
@@ -196,6 +217,8 @@ class Reader:
         """For what lies on this machine: what lies on others never passes through the page cache."""
         local = [number for number, each in enumerate(self._directories) if not each.place.is_remote]
         if not local:
+            if any(opened.fetched is not None for files in self._files for opened in files):
+                return IoPath("buffered", "samples lie in an object store: what is kept of it is read so")
             return IoPath("direct", "samples lie on another machine, which no page cache stands before")
         can_direct = all(opened.target().direct >= 0 for number in local for opened in self._files[number])
         size_bytes = sum(self._directories[number].manifest.size_bytes for number in local)

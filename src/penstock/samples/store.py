@@ -27,6 +27,7 @@ from penstock.samples.catalog import Catalog, Directory, Key, Keys, Labels, iden
 from penstock.samples.encoding import Decoder
 from penstock.samples.failures import CLOSED, Failure, cannot_read
 from penstock.samples.layout import buffer_bytes
+from penstock.samples.objects.cache import CacheOptions
 from penstock.samples.order import CacheShape, Segment, cache_shape
 from penstock.samples.places import PathLike
 from penstock.samples.reading import Options, Reader
@@ -148,12 +149,15 @@ def mount(
     prefetch_bytes: int | str = "32MiB",
     timeout_s: float = 60.0,
     copy_threads: int | None = None,
+    cache_dir: PathLike | None = None,
+    cache_disk: int | str = "50GiB",
 ) -> Store:
     """Open a sample store for reading.
 
     path            a store, the folder in which several processes packed their partitions, the URL of a
-                    namespace that one was uploaded to (``nvme+tcp://HOST:PORT/NQN?ns=1``), or a list of such:
-                    their samples are counted through, in that order
+                    namespace that one was uploaded to (``nvme+tcp://HOST:PORT/NQN?ns=1``), or of objects
+                    (``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, ``https://``), or a list of such: their
+                    samples are counted through, in that order
     order           of `Store.sequence`: "chunk" reads whole chunks, and mixes those that `cache_bytes` hold;
                     "full" is a permutation of all samples, each read by itself
     cache_bytes     memory for chunks, such as "256MiB"
@@ -174,11 +178,14 @@ def mount(
     Raises SampleError where there is no store, or one that cannot be read; InvalidFile for a damaged one;
     InvalidArgument.
     """
+    cache = None
+    if cache_dir is not None:
+        cache = CacheOptions(os.path.abspath(cache_dir), parse_bytes(cache_disk))
     if group is not None:
         from penstock.samples.collective import gather
 
         directories, rank, world = gather(
-            path, group, served_at=served_at, verify=verify, timeout_s=timeout_s
+            path, group, served_at=served_at, verify=verify, timeout_s=timeout_s, cache=cache
         )
     elif served_at is not None:
         raise InvalidArgument("served_at= is for other processes: give group=, or mount the URL itself")
@@ -193,9 +200,10 @@ def mount(
         prefetch_bytes=parse_bytes(prefetch_bytes),
         timeout_s=float(timeout_s),
         copy_threads=copy_threads,
+        cache=cache,
     )
     if group is None:
-        directories = load_all(path, verify, timeout_s)
+        directories = load_all(path, verify, timeout_s, cache)
     return Store(directories, options)
 
 
@@ -236,7 +244,7 @@ class Store(Catalog, Closing):
 
     def counters(self) -> dict[str, int]:
         """What this process has read so far."""
-        return self._reading.reader().counters()
+        return self._reading.counters()
 
     # Reading one, or some
 
@@ -416,7 +424,7 @@ class Store(Catalog, Closing):
 
 
 def _remount(places: Sequence[str], identity: str, options: Options) -> Store:
-    directories = load_all(places, options.verify, options.timeout_s)
+    directories = load_all(places, options.verify, options.timeout_s, options.cache)
     if identity_of([directory.manifest for directory in directories]) != identity:
         raise SampleError(
             f"{places[0]} holds other samples than when it was mounted in the process that sent it here: "

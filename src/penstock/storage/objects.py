@@ -1,8 +1,8 @@
-"""Objects in S3, Google Cloud Storage, Azure, or behind HTTP: the one place that speaks to them, by `obstore`.
+"""Objects in S3, Google Cloud Storage, Azure, or behind HTTP: the one place that speaks to them.
 
-A `Bucket` is what lies under one URL, such as ``s3://bucket/prefix``. Credentials and endpoints come from where
-the tools of each service look for them: the environment, the AWS profile, the roles of the machine. They are
-never part of a URL, nor of an error.
+A `Bucket` is what lies under one URL, such as ``s3://bucket/prefix``; `obstore` speaks to the server.
+Credentials and endpoints come from where the tools of each service look for them: the environment, the AWS
+profile, the roles of the machine. They are never part of a URL, nor of an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _URL = re.compile(rf"({'|'.join(SCHEMES)})://", re.IGNORECASE)
 _CONNECT_S = 5.0
 _BACKOFF_S = (0.1, 5.0)  # the first pause before a request is sent again, and the longest
 _MOST_RETRIES = 1000  # the time ends them
-_PART_BYTES = 8 << 20  # of an upload
+_PART_BYTES = 8 << 20  # of an upload, at least
+_MOST_PARTS = 9000  # S3 takes 10,000
 
 Buffer: TypeAlias = Any  # what has the buffer protocol
 
@@ -39,7 +40,15 @@ class ObjectError(OSError):
 
     errno   ENOENT: there is none; EACCES: refused; ESTALE: it has changed; ETIMEDOUT: no answer came in time;
             EEXIST: there is one already; EIO: anything else
+    reason  why, without the object's URL
     """
+
+    def __init__(self, number: int, text: str, reason: str = "") -> None:
+        super().__init__(number, text)
+        self.reason = reason or text
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class ObjectInfo(NamedTuple):
@@ -86,7 +95,7 @@ class Bucket:
         with self._asking(name, "read") as store:
             return _info(store.head(name))
 
-    def list(self, under: str = "") -> dict[str, ObjectInfo]:
+    def listed(self, under: str = "") -> dict[str, ObjectInfo]:
         """The objects whose names begin with ``under/``, or all, by name. Raises ObjectError.
 
         Not for HTTP, which cannot list: ENOTSUP.
@@ -98,6 +107,12 @@ class Bucket:
             for batch in store.list(under or None):
                 found |= {each["path"]: _info(each) for each in batch}
         return found
+
+    def folders(self) -> list[str]:
+        """The names directly below the URL that others lie under. Raises ObjectError."""
+        with self._asking("", "listed") as store:
+            prefixes = store.list_with_delimiter()["common_prefixes"]
+        return [str(each).rstrip("/").rpartition("/")[2] for each in prefixes]
 
     def read(self, name: str, begin: int = 0, end: int | None = None, tag: str | None = None) -> memoryview:
         """The bytes of an object from ``begin`` up to ``end``, or to its end.
@@ -122,11 +137,19 @@ class Bucket:
             )
         return data
 
-    def write(self, name: str, data: Buffer | Path | Iterable[Buffer], *, new: bool = False) -> ObjectInfo:
+    def write(
+        self,
+        name: str,
+        data: Buffer | Path | Iterable[Buffer],
+        *,
+        size_bytes: int = 0,
+        new: bool = False,
+    ) -> ObjectInfo:
         """Write an object, at once: whoever reads it sees all of the old one, or all of the new one.
 
-        data  its bytes, the path of a file, or its parts in order; an error of the iterator leaves nothing
-        new   there must be none yet
+        data        its bytes, the path of a file, or its parts in order; an error of theirs leaves nothing
+        size_bytes  about how many the parts are together: what is sent at once grows with it
+        new         there must be none yet
 
         Raises ObjectError.
         """
@@ -145,8 +168,9 @@ class Bucket:
             counted = memoryview(data).nbytes
         else:
             data = parts(data)
+        part_bytes = max(_PART_BYTES, -(-max(counted, size_bytes) // _MOST_PARTS))
         with self._asking(name, "written") as store:
-            done = store.put(name, data, mode="create" if new else None, chunk_size=_PART_BYTES)
+            done = store.put(name, data, mode="create" if new else None, chunk_size=part_bytes)
         return ObjectInfo(counted, done["e_tag"])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -161,7 +185,7 @@ class Bucket:
         if not self.is_writable:
             raise ObjectError(
                 errno.EROFS,
-                f"{self.url_of(name)} cannot be written: HTTP is for reading. Give an s3://, gs:// or az:// URL",
+                f"{self.url_of(name)} cannot be written by HTTP: give an s3://, gs:// or az:// URL",
             )
 
     @contextmanager
@@ -181,7 +205,8 @@ class Bucket:
             if (number := _errno_of(error)) is None:
                 raise
             where = self.url_of(name)
-            raise ObjectError(number, f"{where} cannot be {what}: {_reason(str(error), number)}") from None
+            reason = _reason(str(error), number)
+            raise ObjectError(number, f"{where} cannot be {what}: {reason}", reason) from None
 
 
 # -- opening -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from penstock.samples.failures import cannot_open
 from penstock.samples.manifest import open_regular
 from penstock.samples.places import PathLike
 from penstock.samples.remote.layout import SUPERBLOCK_OFFSETS, completed, encoded_table, plan_upload
-from penstock.samples.remote.upload import local_store
+from penstock.samples.remote.local import local_store
 from penstock.storage.files import Closing
 from penstock.storage.nvme.url import DEFAULT_PORT, Portal, Url, parse_portal
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import os
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
-from penstock.samples.catalog import Directory
 from penstock.samples.failures import cannot_open, from_target
-from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import AGAIN, open_regular
-from penstock.samples.places import Folder, PathLike, places_of
+from penstock.samples.places import PathLike
 from penstock.samples.remote.layout import (
     EXTENT_BYTES,
     PROGRESS_RECORD_BYTES,
@@ -31,12 +26,14 @@ from penstock.samples.remote.layout import (
     encoded_table,
     plan_upload,
 )
+from penstock.samples.remote.local import LocalStore, Upload, local_store
 from penstock.samples.remote.store import contents, read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
-from penstock.storage.checksum import crc32c, crc32c_at, crc32c_combine
+from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.nvme.contents import HEAD_BYTES
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S, Namespace, TargetError
-from penstock.storage.nvme.url import is_url, parse_url
+from penstock.storage.nvme.url import parse_url
+from penstock.storage.objects import Bucket, is_object_url
 from penstock.storage.threads import in_parallel
 from penstock.units import format_bytes, format_bytes_up
 
@@ -49,68 +46,6 @@ COMPARED_EXTENTS = 4  # of those that are noted as durable, before an upload goe
 SMALLEST_WRITE_BYTES = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upload:
-    """What an upload has done.
-
-    url             of the store, as `mount` takes it
-    size_bytes      of all its files
-    written_bytes   of them, this time: the others were there already
-    used_bytes      of the namespace, from its beginning
-    """
-
-    url: str
-    samples: int
-    files: int
-    size_bytes: int
-    written_bytes: int
-    used_bytes: int
-
-
-@dataclass(frozen=True)
-class LocalStore:
-    """A packed store, as it is to be uploaded.
-
-    paths     of its files, by their names on the namespace, in order
-    sizes     of each, in bytes
-    sums      CRC-32C of those whose manifest has it
-    store_id  16 bytes: the same for the same files
-    """
-
-    paths: dict[str, Path]
-    sizes: dict[str, int]
-    sums: dict[str, int]
-    store_id: bytes
-    samples: int
-
-
-def local_store(path: PathLike) -> LocalStore:
-    """The files of the store at ``path``: of a store, or of the folder of its partitions.
-
-    Raises SampleError where there is no store or a partition is missing, InvalidFile where one is damaged.
-    """
-    paths: dict[str, Path] = {}
-    sizes: dict[str, int] = {}
-    sums: dict[str, int] = {}
-    identity = hashlib.sha256()
-    samples = 0
-    if is_url(path):
-        raise InvalidArgument(f"{path} is on another machine already: give the folder of a store")
-    for place in places_of(path):
-        assert isinstance(place, Folder)
-        manifest = Directory.load(place).manifest
-        prefix = f"{place.name}/" if place.path != Path(os.path.abspath(path)) else ""
-        text = place.load(MANIFEST, place.size_bytes(MANIFEST)).tobytes()
-        identity.update(prefix.encode() + hashlib.sha256(text).digest())
-        samples += manifest.samples
-        for name, size_bytes in {MANIFEST: len(text), **manifest.file_sizes}.items():
-            place.open(name, size_bytes).close()
-            paths[prefix + name], sizes[prefix + name] = place.path / name, size_bytes
-        sums |= {prefix + name: file.crc32c for name, file in manifest.files.items()}
-        sums[prefix + MANIFEST] = crc32c(text)
-    return LocalStore(paths, sizes, sums, identity.digest()[:16], samples)
-
-
 def upload(
     store: PathLike,
     url: str,
@@ -119,23 +54,31 @@ def upload(
     progress: Progress | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Upload:
-    """Write the packed store at ``store`` onto the namespace ``url``, from where `mount` reads it.
+    """Write the packed store at ``store`` to ``url``, from where `mount` reads it.
 
     store      a store, or the folder in which several processes packed their partitions
-    url        ``nvme+tcp://HOST:PORT/NQN?ns=1``. All of the namespace belongs to the store from then on
-    overwrite  replace whatever is there
+    url        ``nvme+tcp://HOST:PORT/NQN?ns=1``: all of the namespace belongs to the store from then on; or
+               ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``: other objects below it stay
+    overwrite  replace whatever is there; of objects, those of a store
     progress   called now and then with the bytes that are durable so far, and those of all files
     timeout_s  longest wait for the target
 
     An upload that was broken off goes on where it stopped, by the same call. A store that is there already
     is left as it is. Nothing else may use the namespace meanwhile.
 
-    Raises SampleError where there is no store, or something else than this store on the namespace, or not
-    enough room, or the target fails; InvalidFile where the store is damaged; InvalidArgument.
+    Raises SampleError where there is no store, or something else than this store there, or not enough room,
+    or the target fails; InvalidFile where the store is damaged; InvalidArgument.
     """
     if progress is not None and not callable(progress):
         raise InvalidArgument(
             f"progress={progress!r} cannot be called: give a function of two sizes in bytes"
+        )
+    if is_object_url(url):
+        from penstock.samples.objects.upload import upload_to_objects
+
+        bucket = Bucket(url, timeout_s)
+        return upload_to_objects(
+            bucket, local_store(store), overwrite=overwrite, progress=progress or (lambda *_: None)
         )
     parsed = parse_url(url)
     if parsed.fragment:

@@ -1,0 +1,168 @@
+#include "fetches.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <tuple>
+#include <utility>
+
+#include "checksum.hpp"
+
+namespace penstock::samples {
+
+namespace {
+
+bool contains(const Extent& outer, const Extent& inner) {
+  return inner.offset >= outer.offset && inner.offset + inner.size_bytes <= outer.offset + outer.size_bytes;
+}
+
+std::tuple<std::uint32_t, std::uint32_t, std::uint64_t> place_of(const Extent& extent) {
+  return {extent.partition, extent.data_file, extent.offset};
+}
+
+}  // namespace
+
+// A read of what was kept here. Where that is not what it should be, it is fetched like what is not here.
+class Fetches::Checked final : public Target {
+ public:
+  Checked(std::shared_ptr<Fetches> fetches, Waiting waiting)
+      : fetches_(std::move(fetches)), waiting_(std::move(waiting)) {}
+
+  void arrived(std::uint64_t, int error) override {
+    auto& [read, piece] = waiting_;
+    if (error == ECANCELED || (error == 0 && fetches_->right(read, piece))) {
+      read.target->arrived(read.number, error);
+      return;
+    }
+    const auto& file = fetches_->catalog_.data_file(read.extent);
+    std::atomic_ref(file.held[piece.chunk]).fetch_and(static_cast<std::uint8_t>(~piece.bit));
+    fetches_->add(waiting_);
+  }
+
+ private:
+  const std::shared_ptr<Fetches> fetches_;
+  Waiting waiting_;
+};
+
+// Of a read of a chunk, or of a sample. A sample that comes with its chunk's body is a part of that.
+Piece Fetches::piece_of(const Read& read) const {
+  Piece piece;
+  piece.chunk = read.extent.offset / catalog_.chunk_bytes(read.extent);
+  Body body;
+  if (catalog_.body(catalog_.chunk_of(read.extent), body)) piece.extent = body.extent;
+  piece.wanted = piece.extent;
+  if (read.sample != kWholeChunk) {
+    piece.wanted = read.extent;
+    if (!contains(piece.extent, read.extent)) {
+      piece.extent = read.extent;
+      piece.bit = kEdgeHeld;
+    }
+  }
+  return piece;
+}
+
+bool Fetches::right(const Read& read, const Piece& piece) const {
+  const auto* bytes = read.address + (piece.wanted.offset - read.extent.offset);
+  const auto sum = crc32c(0, bytes, piece.wanted.size_bytes);
+  if (read.sample != kWholeChunk) return sum == catalog_.sum(read.sample);
+  Body body;
+  return catalog_.body(catalog_.chunk_of(read.extent), body) && sum == body.crc32c;
+}
+
+std::vector<Read> Fetches::sort_out(std::vector<Read> reads) {
+  std::vector<Read> here;
+  for (auto& read : reads) {
+    const auto& file = catalog_.data_file(read.extent);
+    if (!file.fetched) {
+      here.push_back(std::move(read));
+      continue;
+    }
+    Waiting waiting{std::move(read), {}};
+    waiting.piece = piece_of(waiting.read);
+    const auto chunk = waiting.piece.chunk;
+    if (chunk < file.held.size() && (std::atomic_ref(file.held[chunk]).load() & waiting.piece.bit) != 0) {
+      const auto& [extent, address, target, number, sample] = waiting.read;
+      here.push_back({extent, address, std::make_shared<Checked>(shared_from_this(), waiting), number, sample});
+    } else {
+      add(std::move(waiting));
+    }
+  }
+  return here;
+}
+
+void Fetches::add(Waiting waiting) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      waiting_.push_back(std::move(waiting));
+      changed_.notify_one();
+      return;
+    }
+  }
+  waiting.read.target->arrived(waiting.read.number, ECANCELED);
+}
+
+void Fetches::hasten(std::span<const Extent> extents) {
+  std::vector<decltype(place_of({}))> wanted;
+  for (const auto& extent : extents) wanted.push_back(place_of(extent));
+  std::ranges::sort(wanted);
+  const std::lock_guard lock(mutex_);
+  std::ranges::stable_partition(waiting_, [&](const Waiting& waiting) {
+    return std::ranges::binary_search(wanted, place_of(waiting.piece.extent));
+  });
+}
+
+bool Fetches::take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, until, [this] { return closed_ || !waiting_.empty(); });
+  for (; !waiting_.empty() && fetches.size() < most; waiting_.pop_front()) {
+    fetches.push_back({++tickets_, waiting_.front().piece});
+    taken_.emplace(tickets_, std::move(waiting_.front()));
+  }
+  return !closed_;
+}
+
+bool Fetches::remove(std::uint64_t ticket, Waiting& removed) {
+  const std::lock_guard lock(mutex_);
+  const auto found = taken_.find(ticket);
+  if (found == taken_.end()) return false;
+  removed = std::move(found->second);
+  taken_.erase(found);
+  return true;
+}
+
+void Fetches::give(std::uint64_t ticket, std::uint64_t begin, std::span<const std::byte> bytes) {
+  Waiting waiting;
+  if (!remove(ticket, waiting)) return;
+  const auto& [read, piece] = waiting;
+  const auto& wanted = piece.wanted;
+  int error = EIO;
+  if (wanted.offset >= begin && wanted.offset + wanted.size_bytes <= begin + bytes.size()) {
+    std::memcpy(read.address + (wanted.offset - read.extent.offset), bytes.data() + (wanted.offset - begin),
+                wanted.size_bytes);
+    error = 0;
+  }
+  read.target->arrived(read.number, error);
+}
+
+void Fetches::fail(std::uint64_t ticket, int error) {
+  Waiting waiting;
+  if (remove(ticket, waiting)) waiting.read.target->arrived(waiting.read.number, error);
+}
+
+void Fetches::close() {
+  std::vector<Waiting> left;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    for (auto& waiting : waiting_) left.push_back(std::move(waiting));
+    for (auto& [ticket, waiting] : taken_) left.push_back(std::move(waiting));
+    waiting_.clear();
+    taken_.clear();
+    changed_.notify_all();
+  }
+  for (const auto& [read, piece] : left) read.target->arrived(read.number, ECANCELED);
+}
+
+}  // namespace penstock::samples
