@@ -1,0 +1,307 @@
+"""What a machine keeps of stores in object stores: a folder that all its processes share.
+
+Below ``cache_dir/penstock-samples`` each store has a folder, named by a hash of its manifest. Its small files
+are whole or not there. Its data files are sparse: a chunk's bytes lie where they lie in the store, and a byte
+of ``held-*.bin`` says whether they are there. What is read is compared with the store's checksums, so that
+nothing depends on what a kill, or a power cut, has left behind; another process may take any of it away.
+
+Nothing is evicted of a store that some process has mounted. Of an epoch's order, what was just read is needed
+last: not again before the next epoch. What is there already is needed no later. So what finds no room is not
+kept: no choice fetches less of an epoch, and nothing is exchanged in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import SampleError
+from penstock.samples.failures import warn_once
+from penstock.samples.layout import FILES, data_file_name
+from penstock.units import format_bytes, format_bytes_up
+
+_FOLDER = "penstock-samples"
+_KEY = re.compile(r"[0-9a-f]{32}")
+_OURS = re.compile(
+    rf"in-use|(?:{'|'.join(map(re.escape, FILES))})(?:\.\d+\.part)?|(?:data|held)-\d{{5}}\.bin"
+)
+_COUNTER = struct.Struct("<q")
+_BLOCK_BYTES = 4096
+_EVICTED_AT_ONCE = 64 << 20
+_LOOK_S = 2.0  # between two looks for what could be evicted, where the cache is full
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CacheOptions(NamedTuple):
+    """Where a machine keeps what it has fetched, and how many bytes of the disk that may take."""
+
+    folder: str
+    limit_bytes: int
+
+
+class DiskCache:
+    """The cache in a folder. Any number of processes and threads may use it, also after a fork."""
+
+    def __init__(self, options: CacheOptions) -> None:
+        """Raises SampleError where the folder cannot be written."""
+        self.root = Path(os.path.abspath(options.folder)) / _FOLDER
+        self.limit_bytes = options.limit_bytes
+        self._is_full, self._looked_s = False, 0.0
+        with self.checked():
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._users = os.open(self.root / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with self._locked():
+                with contextlib.suppress(BlockingIOError):  # nobody else is here: count anew
+                    fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._set_used(sum(map(_taken_bytes, self._stores())))
+                fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def __str__(self) -> str:
+        return str(self.root.parent)
+
+    @contextmanager
+    def checked(self, needed_bytes: int = 0) -> Iterator[None]:
+        """Raises SampleError where the disk cannot be written. ``needed_bytes``: of what is written."""
+        try:
+            yield
+        except SampleError:
+            raise
+        except OSError as error:
+            needs = f" ({format_bytes_up(needed_bytes)} are needed)" if needed_bytes else ""
+            why = f"{error.strerror or error}{needs}"
+            if error.errno in _FULL:
+                remedy = "Free some of that disk"
+            else:
+                remedy = "Give yourself the permission to write there"
+            failure = SampleError(
+                f"cache_dir={str(self)!r} cannot be used: {why}. {remedy}, or give another folder"
+            )
+            failure.errno = error.errno
+            raise failure from error
+
+    def open(self, manifest: bytes, sizes: Sequence[tuple[int, int]], tables_bytes: int) -> CachedStore:
+        """The folder of the store with this manifest, in use until it is closed.
+
+        sizes         of each data file its bytes, and its chunks
+        tables_bytes  of its small files: room is made for them
+
+        Raises SampleError where there is no room.
+        """
+        key = hashlib.sha256(manifest).hexdigest()[:32]
+        folder = self.root / key
+        with self.checked(tables_bytes), self._locked():
+            is_new = not folder.exists()
+            over = self._used() + (tables_bytes if is_new else 0) - self.limit_bytes
+            if over > 0 and (over := over - self._evict(over, last=key)) > 0:
+                raise SampleError(
+                    f"cache_disk is too small: the directory of this store alone takes "
+                    f"{format_bytes_up(tables_bytes)}, and other processes use "
+                    f"{format_bytes(self._used())} of {format_bytes(self.limit_bytes)}. Give a larger one"
+                )
+            folder.mkdir(exist_ok=True)
+            if is_new:
+                self._set_used(self._used() + tables_bytes)
+            return CachedStore(self, folder, sizes)
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Whether there is room for so many bytes, which are counted from then on."""
+        if self._is_full:
+            return False
+        with self._locked():
+            used = self._used()
+            if (over := used + size_bytes - self.limit_bytes) > 0:
+                if time.monotonic() - self._looked_s < _LOOK_S:
+                    return False
+                self._looked_s = time.monotonic()
+                over -= self._evict(max(over, min(_EVICTED_AT_ONCE, self.limit_bytes)))
+                used = self._used()
+                if over > 0 and used + size_bytes > self.limit_bytes:
+                    return False
+                self._looked_s = 0.0
+            self._set_used(used + size_bytes)
+        return True
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether it is worth to fetch more than is wanted now, to keep it."""
+        return not self._is_full and self._used() + size_bytes <= self.limit_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        with self._locked():
+            self._set_used(self._used() - size_bytes)
+
+    def became_full(self) -> None:
+        """The disk is full: the cache stays as large as it is."""
+        self._is_full = True
+        warn_once(
+            f"the disk of cache_dir={str(self)!r} is full: the cache keeps the "
+            f"{format_bytes(self._used())} that it has, and the rest comes from the server each time"
+        )
+
+    def close(self) -> None:
+        if self._users >= 0:
+            os.close(self._users)
+            self._users = -1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among all threads and processes: each opens the file for itself."""
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _used(self) -> int:
+        data = os.pread(self._users, _COUNTER.size, 0)
+        return _COUNTER.unpack(data)[0] if len(data) == _COUNTER.size else 0
+
+    def _set_used(self, used_bytes: int) -> None:
+        os.pwrite(self._users, _COUNTER.pack(max(0, used_bytes)), 0)
+
+    def _stores(self) -> list[Path]:
+        """The folders of stores, those that were in use longest ago first."""
+        found = [each for each in self.root.iterdir() if _KEY.fullmatch(each.name)]
+        found = [each for each in found if (each / "in-use").is_file() and not each.is_symlink()]
+        return sorted(found, key=lambda each: (each / "in-use").stat().st_mtime)
+
+    def _evict(self, wanted_bytes: int, last: str = "") -> int:
+        """Take so many bytes from stores that nobody uses, that of the key ``last`` after all others.
+
+        Returns how many there were. To be called with the lock.
+        """
+        freed_bytes = 0
+        for folder in sorted(self._stores(), key=lambda each: each.name == last):
+            if freed_bytes >= wanted_bytes:
+                break
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder / "in-use", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    freed_bytes += _shrink(folder, wanted_bytes - freed_bytes)
+                finally:
+                    os.close(descriptor)
+        self._set_used(self._used() - freed_bytes)
+        return freed_bytes
+
+
+def _files(folder: Path) -> list[Path]:
+    """What this module has written into a store's folder, and nothing else."""
+    return sorted(each for each in folder.iterdir() if _OURS.fullmatch(each.name) and not each.is_symlink())
+
+
+def _taken_bytes(folder: Path) -> int:
+    return sum(each.stat().st_blocks * 512 for each in _files(folder))
+
+
+def _shrink(folder: Path, wanted_bytes: int) -> int:
+    """Cut data files from their end, then remove all. Returns the bytes that were freed."""
+    before = _taken_bytes(folder)
+    for data in reversed([each for each in _files(folder) if each.name.startswith("data-")]):
+        held = folder / data.name.replace("data-", "held-")
+        taken = data.stat().st_blocks * 512
+        left = before - _taken_bytes(folder)
+        if left >= wanted_bytes:
+            return left
+        if taken == 0 or not held.exists():
+            continue
+        with open(held, "r+b") as file:
+            bits = np.frombuffer(file.read(), np.uint8).copy()
+            step = data.stat().st_size // max(1, len(bits))
+            keeps = max(0, (taken - (wanted_bytes - left)) // max(1, step))
+            there = np.flatnonzero(bits)
+            cut = int(there[keeps]) if keeps < len(there) else 0 if keeps == 0 else len(bits)
+            bits[max(0, cut - 1) :] = 0  # the one before leads into what is cut off
+            file.seek(0)
+            file.write(bits.tobytes())
+        os.truncate(data, cut * step)
+    if (freed := before - _taken_bytes(folder)) >= wanted_bytes:
+        return freed
+    for each in _files(folder):
+        each.unlink()
+    with contextlib.suppress(OSError):  # somebody else has put something there
+        folder.rmdir()
+    return before
+
+
+class CachedStore:
+    """The folder of one store in the cache. It is not evicted until `close`."""
+
+    def __init__(self, cache: DiskCache, folder: Path, sizes: Sequence[tuple[int, int]]) -> None:
+        """`DiskCache.open` does this."""
+        self.cache, self.folder = cache, folder
+        self._in_use = os.open(folder / "in-use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._data: list[int] = []
+        self.held: list[npt.NDArray[np.uint8]] = []
+        try:
+            fcntl.flock(self._in_use, fcntl.LOCK_SH)
+            os.utime(self._in_use)
+            for number, (size_bytes, chunks) in enumerate(sizes):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                self._data.append(os.open(folder / data_file_name(number), flags, 0o666))
+                if os.fstat(self._data[-1]).st_size != size_bytes:
+                    os.ftruncate(self._data[-1], size_bytes)
+                self.held.append(_mapped_bits(folder / f"held-{number:05d}.bin", chunks))
+        except BaseException:
+            self.close()
+            raise
+
+    def descriptor(self, number: int) -> int:
+        """Of a data file: of its bytes only what `held` says are there."""
+        return self._data[number]
+
+    def keep(self, number: int, chunk: int, bit: int, begin: int, data: memoryview) -> None:
+        """Write bytes of a data file from ``begin`` on, what ``bit`` says of a chunk, if they fit."""
+        end = begin + data.nbytes
+        # Blocks that it shares with its neighbours count for each of them.
+        span = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - begin // _BLOCK_BYTES * _BLOCK_BYTES
+        if self.held[number][chunk] & bit or not self.cache.reserve(span):
+            return
+        try:
+            done = 0
+            while done < data.nbytes:
+                done += os.pwrite(self._data[number], data[done:], begin + done)
+        except OSError as error:
+            self.cache.give_back(span)
+            if error.errno not in _FULL:
+                warn_once(
+                    f"cache_dir={str(self.cache)!r} cannot be written: {error.strerror}. It is not used"
+                )
+                self.cache._is_full = True
+            else:
+                self.cache.became_full()
+            return
+        with self.cache._locked():  # two processes may note the same chunk
+            self.held[number][chunk] |= bit
+
+    def close(self) -> None:
+        for descriptor in (*self._data, *((self._in_use,) if self._in_use >= 0 else ())):
+            os.close(descriptor)
+        self._data, self._in_use = [], -1
+
+
+def _mapped_bits(path: Path, chunks: int) -> npt.NDArray[np.uint8]:
+    """[chunks], shared by all processes. Its blocks are there before it is written to."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if os.fstat(descriptor).st_size != chunks:
+            os.ftruncate(descriptor, chunks)
+        os.posix_fallocate(descriptor, 0, chunks)
+        memory: Any = mmap.mmap(descriptor, chunks, mmap.MAP_SHARED)
+        return np.frombuffer(memory, np.uint8)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""Threads that bring what the reader of samples misses: by ranges, many at once, in the order of the epoch.
+
+The reader asks ahead, in the order that is known before the epoch begins. So nothing is guessed here.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import _native
+from penstock.storage.objects import ObjectError
+
+logger = logging.getLogger("penstock")
+
+REQUESTS_AT_ONCE = 32
+_LOOK_S = 1.0
+_CLOSE_S = 5.0
+
+
+class Fetched(NamedTuple):
+    """A data file whose bytes are fetched.
+
+    held      [chunks]: what of each chunk this machine has; empty where nothing is kept
+    read      gives its bytes from where to where. Raises ObjectError
+    has_room  whether so many bytes more can be kept
+    keep      keeps bytes: chunk, bit, where they begin, and the bytes
+    """
+
+    held: npt.NDArray[np.uint8]
+    read: Callable[[int, int], memoryview]
+    has_room: Callable[[int], bool]
+    keep: Callable[[int, int, int, memoryview], None]
+
+
+class Fetcher:
+    """The threads of one reader.
+
+    requests, fetched_bytes   so far
+    """
+
+    def __init__(self, reader: _native.SampleReader, files: Mapping[tuple[int, int], Fetched]) -> None:
+        """``files``: by partition and data file."""
+        self._reader, self._files = reader, files
+        self._lock = threading.Lock()
+        self._bringing: dict[tuple[int, int, int, int], list[int]] = {}  # tickets that wait for the same
+        self.requests = self.fetched_bytes = 0
+        self._threads = [
+            threading.Thread(target=self._run, name="penstock-fetch", daemon=True)
+            for _ in range(REQUESTS_AT_ONCE)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """After the reader was closed: wait for what is being kept."""
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (taken := self._reader.take_fetches(1, _LOOK_S)) is not None:
+            for each in taken:
+                self._bring(*each)
+
+    def _bring(
+        self,
+        ticket: int,
+        part: int,
+        number: int,
+        chunk: int,
+        bit: int,
+        begin: int,
+        end: int,
+        first: int,
+        last: int,
+    ) -> None:
+        """See `_native.SampleReader.take_fetches`."""
+        file, key = self._files[part, number], (part, number, chunk, bit)
+        if (first, last) != (begin, end) and not file.has_room(end - begin):
+            begin, end, key = first, last, (part, number, -1, ticket)  # only this, for nobody else
+        with self._lock:
+            if (others := self._bringing.get(key)) is not None:
+                others.append(ticket)
+                return
+            self._bringing[key] = []
+        data, failure = None, errno.EIO
+        try:
+            data = file.read(begin, end)
+        except ObjectError as error:
+            failure = error.errno or errno.EIO
+        except Exception:
+            logger.exception("what a sample store needs could not be fetched")
+        with self._lock:
+            tickets = [ticket, *self._bringing.pop(key)]
+            self.requests += 1
+            self.fetched_bytes += 0 if data is None else data.nbytes
+        if data is None:
+            for each in tickets:
+                self._reader.fail_fetch(each, failure)
+            return
+        array = np.frombuffer(data, np.uint8)
+        for each in tickets:
+            self._reader.give_fetch(each, begin, array)
+        if key[2] >= 0:
+            file.keep(chunk, bit, begin, data)

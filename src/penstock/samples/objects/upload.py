@@ -1,0 +1,94 @@
+"""Writing a packed store below a URL. A broken-off upload goes on with the files that are missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from penstock.errors import InvalidFile, SampleError
+from penstock.samples import layout
+from penstock.samples.failures import cannot_open
+from penstock.samples.layout import MANIFEST
+from penstock.samples.manifest import AGAIN, open_regular
+from penstock.samples.objects.place import as_sample_errors
+from penstock.samples.remote.local import LocalStore, Upload
+from penstock.storage.checksum import crc32c
+from penstock.storage.objects import Bucket
+
+NOTE = "penstock-upload"  # the object that says which store is being uploaded
+_PART_BYTES = 8 << 20
+_FILES = "|".join(map(re.escape, (MANIFEST, *layout.FILES)))
+_NAME = re.compile(rf"(?:{layout.PARTITION.pattern}/)?(?:{_FILES}|data-\d{{5}}\.bin)", re.ASCII)
+
+
+def upload_to_objects(
+    bucket: Bucket, store: LocalStore, *, overwrite: bool, progress: Callable[[int, int], None]
+) -> Upload:
+    """See `penstock.samples.upload`. A store is whole once its manifests are there, which come last."""
+    with as_sample_errors():
+        there = bucket.listed()
+        ours = {name: info for name, info in there.items() if _NAME.fullmatch(name)}
+        is_here = store.sizes == {name: info.size_bytes for name, info in ours.items()} and all(
+            bytes(bucket.read(name)) == store.paths[name].read_bytes() for name in _manifests(store.sizes)
+        )
+        goes_on = NOTE in there and bytes(bucket.read(NOTE)) == store.store_id
+        if ours and not (overwrite or is_here or goes_on):
+            what = (
+                "a part of another store, whose upload was broken off" if NOTE in there else "another store"
+            )
+            raise SampleError(
+                f"{bucket} holds {what}: nothing was written. Give another prefix, or replace it with "
+                "overwrite=True (--overwrite)"
+            )
+        total_bytes = sum(store.sizes.values())
+        left: list[str] = []
+        if overwrite or not is_here:
+            done = {name for name in store.sizes if goes_on and not overwrite and name in ours}
+            done = {name for name in done if ours[name].size_bytes == store.sizes[name]}
+            left = [name for name in store.sizes if name not in done]
+            # What nobody can mount any more may be replaced.
+            bucket.delete(_manifests(name for name in ours if name not in done))
+            bucket.write(NOTE, store.store_id)
+            bucket.delete(name for name in ours if name not in done)
+        durable_bytes = total_bytes - sum(store.sizes[name] for name in left)
+        written_bytes = total_bytes - durable_bytes
+        progress(durable_bytes, total_bytes)
+        for name in sorted(left, key=lambda name: name.endswith(MANIFEST)):  # these last
+            size_bytes = store.sizes[name]
+
+            def parts(name: str = name, begin_bytes: int = durable_bytes) -> Iterator[bytes]:
+                for part in _parts(store, name):
+                    yield part
+                    begin_bytes += len(part)
+                    progress(begin_bytes, total_bytes)
+
+            small = size_bytes <= _PART_BYTES
+            bucket.write(name, b"".join(parts()) if small else parts(), size_bytes=size_bytes)
+            durable_bytes += size_bytes
+        bucket.delete([NOTE] if NOTE in there or left else [])
+    return Upload(
+        url=bucket.url,
+        samples=store.samples,
+        files=len(store.sizes),
+        size_bytes=total_bytes,
+        written_bytes=written_bytes,
+        used_bytes=total_bytes,
+    )
+
+
+def _manifests(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith(MANIFEST)]
+
+
+def _parts(store: LocalStore, name: str) -> Iterator[bytes]:
+    """The bytes of a file. Raises InvalidFile at its end where they are not what its manifest says."""
+    path, crc, size_bytes = store.paths[name], 0, 0
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while part := file.read(_PART_BYTES):
+                crc, size_bytes = crc32c(part, crc), size_bytes + len(part)
+                yield part
+    except OSError as error:
+        raise cannot_open(path, error) from error
+    if size_bytes != store.sizes[name] or store.sums.get(name, crc) != crc:
+        raise InvalidFile(f"{path} is damaged: its checksum is wrong. {AGAIN}")
