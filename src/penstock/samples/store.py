@@ -174,6 +174,9 @@ def mount(
     timeout_s       longest wait for a read, after which SampleError says what was waited for. A target that
                     is lost is tried again for half of it
     copy_threads    that copy samples into batches besides the one that assembles them; None: as many as pay
+    cache_dir       a folder of a local disk that keeps what was fetched from object stores, for all processes
+                    of this machine and later mounts; None: nothing is kept
+    cache_disk      most that it may take there
 
     Raises SampleError where there is no store, or one that cannot be read; InvalidFile for a damaged one;
     InvalidArgument.
