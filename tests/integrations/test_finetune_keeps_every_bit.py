@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,31 @@ def test_as_in_memory(
 
     again = ran(arguments, capsys)
     assert again["finished"] and again["losses"] == expected
+
+
+def test_host_memory_is_a_tier(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = dict.fromkeys(("device_to_host_bytes_per_s", "host_to_device_bytes_per_s"), 8e9)
+    replace(HARDWARE, **rates).save(tmp_path / "hardware.json")
+    expected, _ = finetuning.train(files / "model", files / "text", **SETTINGS)
+    more = ("--host-budget", "64MiB", "--hardware", str(tmp_path / "hardware.json"))
+    answer = ran(command(files, tmp_path / "out", "7MiB", *more), capsys)
+    assert answer["losses"] == expected
+    report = answer["report"]
+    assert 0 < report["host_bytes"] <= 64 << 20 and report["evicted_bytes"] > 0
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_processor_without_bfloat16_is_told(
+    has: bool, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has)
+    for dtype in ("float32", "bfloat16"):
+        settings = FineTuneOptions(
+            model=files / "model", text=files / "text", tokenizer="bytes", **{**SETTINGS, "dtype": dtype}
+        )
+        finetune.FineTuning(settings, tmp_path / dtype)
+    said = [text for text in caplog.messages if text.startswith("this processor has no instructions")]
+    assert len(said) == (not has)
 
 
 @pytest.mark.parametrize("model, dtype", [("model", "float32"), ("tied", "bfloat16")])

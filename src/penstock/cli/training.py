@@ -15,7 +15,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +40,7 @@ from penstock.options import (
 )
 from penstock.report import Record
 from penstock.report.summary import Summary
-from penstock.runtime.opening import PROBE_S, device_budget_bytes
+from penstock.runtime.opening import PROBE_S, device_budget_bytes, host_bytes_of
 from penstock.runtime.resident import default_spill_dir
 from penstock.runtime.run import Offload
 from penstock.units import counted, format_bytes, format_bytes_up, format_seconds
@@ -309,12 +309,17 @@ def finetune(options: Namespace) -> Answer:
         if tuning.is_finished:
             return _finished(tuning)
         spill_dirs = options.spill_dir or [default_spill_dir()]
+        device = torch.device("cpu")
+        host_bytes, node = host_bytes_of(device, options.host_budget, options.host_node), options.host_node
         hardware = (
             Hardware.load(options.hardware)
             if options.hardware
-            else penstock.probe(spill_dirs, time_budget_s=PROBE_S)
+            else penstock.probe(
+                spill_dirs, time_budget_s=PROBE_S, host_budget=host_bytes or None, host_node=node
+            )
         )
-        budget_bytes = device_budget_bytes(options.device_budget, torch.device("cpu"))
+        hardware = replace(hardware, host_bytes=host_bytes or 0)
+        budget_bytes = device_budget_bytes(options.device_budget, device)
         planning = PlanOptions(policy=options.policy, recompute=options.recompute, compress=options.compress)
         predicted = tuning.predict(budget_bytes, hardware, planning, options.endurance)
         if not options.json:
@@ -322,6 +327,8 @@ def finetune(options: Namespace) -> Answer:
         with penstock.offload(
             device_budget=budget_bytes,
             spill_dir=spill_dirs,
+            host_budget=host_bytes or None,
+            host_node=node,
             disk_budget=options.disk_budget,
             hardware=hardware,
             io=IoOptions(endurance=options.endurance),

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError as error:
     raise missing("transformers") from error
+
+logger = logging.getLogger("penstock")
 
 # AdamW needs four times the memory of what it updates. So weights above this, and above a quarter of the
 # largest, whose gradient needs as much, are updated so many rows at a time.
@@ -233,6 +236,15 @@ def _quantization(settings: FineTuneOptions) -> transformers.BitsAndBytesConfig 
     return config
 
 
+def _warn_of_slow_products(dtype: str) -> None:
+    """torch multiplies by a matrix that is not transposed, as in backward, element by element then."""
+    if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.warning(
+            "this processor has no instructions for bfloat16: backward takes up to a hundred times as long "
+            "as in float32. Leave out --dtype, and lower --device-budget instead"
+        )
+
+
 # -- one training, in its folder ---------------------------------------------------------------
 
 
@@ -257,6 +269,7 @@ class FineTuning:
             )
         refuse_quantized(self.config, settings.model)
         self._quantization = _quantization(settings)
+        _warn_of_slow_products(settings.dtype)
         longest = getattr(self.config, "max_position_embeddings", None) or sys.maxsize
         if settings.block_size is None:
             settings = replace(settings, block_size=min(BLOCK_SIZE, longest))

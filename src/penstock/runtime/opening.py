@@ -91,7 +91,7 @@ def open_run(
         held_bytes = _bytes_of(model, optimizer) if on_cpu else 0
         resident_before_bytes = resident.resident_bytes() - held_bytes
         device_budget = device_budget_bytes(device_budget, name, held_bytes, processes)
-        host_bytes = _host_bytes(name, host_budget, host_node)
+        host_bytes = host_bytes_of(name, host_budget, host_node)
         if on_cpu:
             _warn_if_memory_ends_before(device_budget, host_bytes or 0, held_bytes)
         # Before the run opens the spill space: only one run can have a namespace.
@@ -191,7 +191,7 @@ def device_budget_bytes(
     return share_bytes(budget, driver.total_bytes, driver.free_bytes + driver.memory().reserved_bytes)
 
 
-def _host_bytes(device: torch.device, budget: int | str | None, node: int | None) -> int | None:
+def host_bytes_of(device: torch.device, budget: int | str | None, node: int | None) -> int | None:
     """Bytes of a budget of host memory. None: what the machine has decides."""
     if device.type == "cpu":
         if budget is None and node is not None:
