@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import penstock
 from penstock.runtime import open_runs, step_planner
+from tests.support.object_servers import S3, shared_seaweed
 
 # Where everybody waits for the result, the same examples each time, and fewer; at a desk, new ones. No test
 # says how fast a machine is.
@@ -36,6 +37,26 @@ def hardware() -> penstock.Hardware:
         disk_shares_bus=False,
         name="given",
     )
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A server that speaks S3, one for the whole session."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which all workers share
+    with shared_seaweed(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """The same, with this test's environment leading there."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in seaweed.environment.items():
+        monkeypatch.setenv(name, value)
+    return seaweed
 
 
 FOLDERS = (

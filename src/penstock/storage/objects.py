@@ -12,14 +12,17 @@ import errno
 import importlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from penstock.errors import InvalidArgument, installing
+from penstock.storage.objects_elsewhere import Helper
 
 SCHEMES = ("s3", "gs", "az", "https", "http")
 READ_ONLY_SCHEMES = ("https", "http")
@@ -77,8 +80,7 @@ class Bucket:
         """
         self.url, self._timeout_s = _checked(url), timeout_s
         self.is_writable = not self.url.startswith(READ_ONLY_SCHEMES)
-        self._store = _open(self.url, timeout_s)
-        self._process = os.getpid()
+        self._store = open_store(self.url, timeout_s)
 
     def __str__(self) -> str:
         return self.url
@@ -191,14 +193,8 @@ class Bucket:
     @contextmanager
     def _asking(self, name: str, what: str) -> Iterator[Any]:
         """The store, to ask one thing of it. What it raises becomes an ObjectError."""
-        if self._process != os.getpid():
-            raise ObjectError(
-                errno.EIO,
-                f"{self.url_of(name)} cannot be {what} in a process that was forked after objects were used: "
-                "start it by spawn or forkserver",
-            )
         try:
-            yield self._store
+            yield _usable(self)
         except ObjectError:
             raise
         except Exception as error:  # obstore's own are of two families
@@ -232,7 +228,46 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _open(url: str, timeout_s: float) -> Any:
+class _Elsewhere:
+    """Stands for a store of obstore in a forked process."""
+
+    def __init__(self, helper: Helper, url: str, timeout_s: float) -> None:
+        self._helper, self._asked = helper, (url, timeout_s)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._helper.call, *self._asked, method)
+
+
+_used_in: int | None = None  # the process in which obstore has its threads
+_helper: tuple[int, Helper] | None = None  # of a forked process, by its id
+_starting = threading.Lock()
+
+
+def _usable(bucket: Bucket) -> Any:
+    """The store of a bucket, or what stands for it in a process that was forked since objects were used."""
+    global _helper, _used_in
+    process = os.getpid()
+    if _used_in is None:
+        _used_in = process
+    if _used_in == process:
+        return bucket._store
+    with _starting:
+        if _helper is None or _helper[0] != process:
+            _helper = process, Helper()
+    return _Elsewhere(_helper[1], bucket.url, bucket._timeout_s)
+
+
+def _after_fork() -> None:
+    global _starting
+    _starting = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def open_store(url: str, timeout_s: float) -> Any:
+    """What obstore has for a URL. Raises InvalidArgument."""
     try:
         stores = importlib.import_module("obstore.store")
     except ImportError:

