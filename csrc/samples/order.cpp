@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -270,6 +271,27 @@ class ChunkOrder final : public Order {
   std::size_t rank_ = 0;
 };
 
+class KeptOrder final : public Order {
+ public:
+  KeptOrder(std::vector<std::uint64_t> kept, std::unique_ptr<Order> order)
+      : kept_(std::move(kept)), order_(std::move(order)) {}
+
+  std::size_t take(std::span<Pick> picks) override {
+    const auto count = order_->take(picks);
+    for (auto& pick : picks.first(count)) pick.sample = kept_[pick.sample];
+    return count;
+  }
+  std::span<const Item> items() const override { return order_->items(); }
+  std::uint64_t slots() const override { return order_->slots(); }
+  std::uint64_t size() const override { return order_->size(); }
+  std::uint64_t taken() const override { return order_->taken(); }
+  std::vector<bool> used_up() const override { return order_->used_up(); }
+
+ private:
+  std::vector<std::uint64_t> kept_;
+  std::unique_ptr<Order> order_;
+};
+
 // What an epoch is divided from: all chunks with samples, or what earlier segments left of them.
 class Pool {
  public:
@@ -388,6 +410,12 @@ std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const 
   const Keys keys(epoch, epoch.after.size());
   Division division(pool, keys.items, epoch.replicas);
   return std::make_unique<ChunkOrder>(division.share(epoch.replica), epoch.slots, keys, epoch.replica);
+}
+
+std::unique_ptr<Order> order_of(std::vector<std::uint64_t> kept, std::unique_ptr<Order> order) {
+  if (std::adjacent_find(kept.begin(), kept.end(), std::greater_equal<>{}) != kept.end())
+    refuse("the samples that are kept do not ascend");
+  return std::make_unique<KeptOrder>(std::move(kept), std::move(order));
 }
 
 }  // namespace penstock::samples

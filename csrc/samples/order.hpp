@@ -77,4 +77,8 @@ std::unique_ptr<Order> full_order(std::uint64_t samples, const Epoch& epoch);
 // firsts: [chunks + 1] the first sample of each chunk, then how many samples there are. Copied where needed.
 std::unique_ptr<Order> chunk_order(std::span<const std::uint64_t> firsts, const Epoch& epoch);
 
+// The same of some samples only: what `order` calls sample i is sample kept[i]. Throws std::invalid_argument
+// where they do not ascend.
+std::unique_ptr<Order> order_of(std::vector<std::uint64_t> kept, std::unique_ptr<Order> order);
+
 }  // namespace penstock::samples

@@ -102,12 +102,14 @@ def decoded(decode: Callable[[Sample], Any], batch: Batch) -> list[Any]:
     return values
 
 
-def to_tensors(encoding: str, batch: Batch) -> dict[str, Any]:
+def to_tensors(encoding: str, batch: Batch) -> Any:
     """A batch as tensors, by the store's encoding.
 
     "raw"      data (uint8, the samples back to back), offsets ([n + 1] int64), indices ([n] int64); no copies
     "record"   the fields, [n, *shape] each; no copies where fields can be tensors where they lie
     "msgpack"  the fields, joined by torch's default_collate
+    "mapped"   what the function of a Mapped returned, joined so; nothing is added
+    "mixed"    of a Mixture of several encodings: what their samples are, joined so
 
     Where the store has classes also labels ([n] int64), unless a field is called so.
     """
@@ -118,24 +120,27 @@ def to_tensors(encoding: str, batch: Batch) -> dict[str, Any]:
             "indices": torch.from_numpy(batch.indices),
         }
     elif encoding == "record":
-        tensors = {name: as_tensor(array) for name, array in batch.decoded().items()}
+        tensors = _joined(batch.decoded())
     else:
         tensors = _joined(batch.decoded())
+        if encoding == "mapped" or not isinstance(tensors, dict):
+            return tensors
     labels = batch.labels
     if labels is not None and "labels" not in tensors:
         tensors["labels"] = torch.from_numpy(labels.astype(np.int64))
     return tensors
 
 
-def _joined(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(samples: list[Any] | dict[str, Any]) -> Any:
+    if isinstance(samples, dict):  # sources of a Mixture that have the same fields
+        return {name: as_tensor(array) for name, array in samples.items()}
     try:
-        joined: dict[str, Any] = default_collate([_with_tensors(sample) for sample in samples])
+        return default_collate([_with_tensors(sample) for sample in samples])
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         raise InvalidArgument(
             f"samples of a batch cannot be joined into tensors: {error}. Give the Loader collate=, which "
             "gets their list (collate=list leaves it as it is), or decode="
         ) from error
-    return joined
 
 
 def _with_tensors(value: Any) -> Any:
@@ -208,10 +213,10 @@ class DecodeThreads:
 
     def give(self, batch: Batch, taken: int) -> None:
         """taken: samples that the iteration has given with this batch."""
-        cost_bytes = int(batch.data.nbytes * max(1.0, self._growth))
+        cost_bytes = int(batch.nbytes * max(1.0, self._growth))
         self._held_bytes += cost_bytes
         future = self._pool.submit(_converted, self._convert, batch)
-        self._given.append((future, batch.data.nbytes, cost_bytes, taken))
+        self._given.append((future, batch.nbytes, cost_bytes, taken))
 
     def take(self) -> tuple[Any, int]:
         """What became of the next batch, and how many samples the iteration has given with it.

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from penstock.errors import InvalidArgument
-from penstock.samples.order import Segment
+from penstock.samples.order import Segment, Slots
 
 VERSION = 2
 MOST_REPLICAS = 1 << 20  # as in C++
@@ -44,7 +44,7 @@ class Position(msgspec.Struct, frozen=True):
 
     after     the divisions that are over
     replicas  of the division in force; 0: nothing has been divided yet
-    slots     chunks that each replica mixes
+    slots     chunks that each replica mixes; of a mixture, of each of its sources
     workers   replicas of one process
     taken     samples, by replica, of the replicas that are known
     finished  by replica, of those known: it has given all that it will
@@ -55,7 +55,7 @@ class Position(msgspec.Struct, frozen=True):
     drop_last: bool
     after: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=_MOST_SEGMENTS)] = ()
     replicas: Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)] = 0
-    slots: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    slots: Slots = 0
     workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] = 1
     taken: dict[_Count, _Count] = {}
     finished: frozenset[int] = frozenset()
@@ -108,7 +108,7 @@ class Position(msgspec.Struct, frozen=True):
 
         return {each: self.taken[each] if each in self.taken else assumed(each) for each in replicas}
 
-    def divided(self, replicas: int, slots: int, workers: int) -> Position:
+    def divided(self, replicas: int, slots: Slots, workers: int) -> Position:
         """The same epoch in so many replicas: as it was divided, or what is left of it divided anew."""
         same = self
         if replicas == self.replicas and workers != self.workers:
@@ -184,7 +184,7 @@ class Position(msgspec.Struct, frozen=True):
             "version": VERSION,
             **fields.pop("of"),
             **fields,
-            "after": [[segment.replicas, segment.slots, list(segment.taken)] for segment in self.after],
+            "after": [[count, msgspec.to_builtins(slots), list(taken)] for count, slots, taken in self.after],
             "taken": [[replica, taken] for replica, taken in sorted(self.taken.items())],
             "finished": sorted(self.finished),
         }
@@ -192,12 +192,17 @@ class Position(msgspec.Struct, frozen=True):
     def is_possible(self) -> bool:
         """Whether its numbers, which anybody may have written, agree with each other."""
         sound = self.left >= 0 and self.replicas % self.workers == 0 and self.finished <= self.taken.keys()
+        sound = sound and _are_possible(self.slots)
         for replicas, slots, taken in self.after:
             sound = sound and 1 <= replicas == len(taken) <= MOST_REPLICAS
-            sound = sound and 0 <= slots < 1 << 32 and min(taken) >= 0
+            sound = sound and _are_possible(slots) and min(taken) >= 0
         return sound and all(
             replica < self.replicas and taken <= self.size(replica) for replica, taken in self.taken.items()
         )
+
+
+def _are_possible(slots: Slots) -> bool:
+    return all(0 <= each < 1 << 32 for each in (slots if isinstance(slots, tuple) else (slots,)))
 
 
 def from_state(state: Mapping[str, Any]) -> Position:

@@ -6,7 +6,6 @@ in those of a DataLoader. It stops and goes on exactly, with any number of proce
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,17 @@ from penstock.errors import InvalidArgument
 from penstock.samples.decode import Convert, DecodeThreads, Sample, converter, decoded, pinned
 from penstock.samples.epochs import Epoch, EpochCoordinator, Position, from_state
 from penstock.samples.failures import warn_once
+from penstock.samples.order import Slots
 from penstock.samples.store import Batch, Store
+from penstock.samples.views import Source, bread_of, checked_source
 from penstock.units import parse_bytes
 
 
 class Loader(IterableDataset[Any]):  # type: ignore[misc]
     """Batches of a store, one epoch of this process an iteration.
 
-    store           as mounted: its order, rank and world are the Loader's
+    store           as mounted, or what filtered, mapped, packed or Mixture make of one: its order, rank and
+                    world are the Loader's
     batch_size      samples of a batch
     decode          makes a Sample into anything; the batch is what ``collate`` makes of their list
     decode_batch    makes a whole Batch into anything: the fast way
@@ -51,7 +53,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: Store,
+        store: Source,
         batch_size: int,
         *,
         decode: Callable[[Sample], Any] | None = None,
@@ -65,9 +67,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         workers: int | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        if isinstance(store, str | os.PathLike):
-            mount = f"penstock.samples.mount({str(store)!r})"
-            raise InvalidArgument(f"{store} is a path: give the store, {mount}")
+        checked_source(store)
         if batch_size < 1 or threads < 0:
             raise InvalidArgument(f"batch_size={batch_size} and threads={threads}: give at least 1 and 0")
         converter(store.encoding, decode, decode_batch, collate)
@@ -166,8 +166,8 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         return Position(of, self.batch_size, self.drop_last)
 
     @property
-    def _slots(self) -> int:
-        return self.store.shape.slots if self.store.order == "chunk" else 0
+    def _slots(self) -> Slots:
+        return self.store.slots
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after the last batch that was received. Numbers, text and lists only.
@@ -292,16 +292,11 @@ class _Iteration(Iterator[Any]):
 
     def _bread(self) -> Batch | None:
         """The next batch of the store; None at the end."""
-        if self._store.sequences != self._sequence:
-            raise InvalidArgument(
-                "another iteration has begun on this store, which has one sequence at a time: mount it once "
-                "for each Loader that is used at the same time"
-            )
         if self._taken + self._least > self._end:
             return None
-        batch = self._store.bread(self._batch_size)
+        batch = bread_of(self._store, self._sequence, self._batch_size)
         while batch is not None and not len(batch):  # all its samples were damaged
-            batch = self._store.bread(self._batch_size)
+            batch = bread_of(self._store, self._sequence, self._batch_size)
         self._taken = self._store.taken
         return batch
 
@@ -348,7 +343,7 @@ def _difference(saved: Epoch, mine: Epoch) -> str:
         return (
             f"the state is of another store, of {saved.samples} samples and identity {saved.identity}; this "
             f"one has {mine.samples}, {mine.identity}. Mount the store that the state was saved with, its "
-            "parts in the same order"
+            "parts in the same order, with the same weights, filters and packing"
         )
     return (
         f"the state is of order {saved.order!r} and seed {saved.seed}, this Loader of {mine.order!r} and "

@@ -62,7 +62,7 @@ items: of those that were begun, the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -76,16 +76,19 @@ ORDERS = ("full", "chunk")
 AHEAD = 32  # most chunks that are read ahead of their slot, of each store or partition
 
 
+Slots: TypeAlias = int | tuple[int, ...]
+
+
 class Segment(NamedTuple):
     """What was taken of an epoch while it was divided in one way. An epoch that was resumed has several.
 
     replicas  into how many: processes times workers
-    slots     chunks that each replica mixed
+    slots     chunks that each replica mixed; of a mixture, of each of its sources
     taken     samples that each replica has given, or one number that holds for all
     """
 
     replicas: int
-    slots: int
+    slots: Slots
     taken: tuple[int, ...]
 
 

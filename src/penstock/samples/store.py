@@ -62,6 +62,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples."""
+        return self.data.nbytes
+
     def __getitem__(self, place: int) -> memoryview:
         at = range(len(self.indices))[place]  # IndexError, and negative places count from the end
         return self.data.data[int(self.offsets[at]) : int(self.offsets[at + 1])]
@@ -241,6 +246,16 @@ class Store(Catalog, Closing):
         _mounted.add(self)
 
     @property
+    def indices_end(self) -> int:
+        """One more than the largest index."""
+        return self._samples
+
+    @property
+    def slots(self) -> int:
+        """Chunks that a sequence mixes; 0 in full order."""
+        return self.shape.slots
+
+    @property
     def damaged(self) -> list[int]:
         """Indices of samples that were left out so far, ascending, with on_damage="skip"."""
         return sorted(self._damaged)
@@ -293,6 +308,7 @@ class Store(Catalog, Closing):
         replica: int | None = None,
         replicas: int | None = None,
         skip: int = 0,
+        kept: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Begin an epoch: decide the order in which `bread` gives samples.
 
@@ -301,18 +317,24 @@ class Store(Catalog, Closing):
         after     what was taken of this epoch while it was divided otherwise: only the rest comes
         replica   which of ``replicas`` disjoint shares this is; by default rank and world
         skip      samples at the beginning of the share that are left out
+        kept      [n] int64, ascending: the epoch is of these samples only
 
         Raises InvalidArgument.
         """
         replicas = self.world if replicas is None else replicas
         replica = self.rank if replica is None else replica
-        segments = [(each.replicas, each.slots, list(each.taken)) for each in after]
+        segments: Any = [(each.replicas, each.slots, list(each.taken)) for each in after]
         firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
+        samples = self._samples
+        chosen = None
+        if kept is not None:  # numbered through, chunk by chunk
+            chosen = kept[: np.searchsorted(kept, samples)].astype(np.uint64)
+            firsts, samples = np.searchsorted(chosen, firsts).astype(np.uint64), len(chosen)
         try:
             index = operator.index
             order = _native.SampleOrder(
                 self.order,
-                self._samples,
+                samples,
                 firsts,
                 seed=index(seed),
                 epoch=index(epoch),
@@ -320,6 +342,7 @@ class Store(Catalog, Closing):
                 replica=index(replica),
                 slots=self.shape.slots,
                 after=segments,
+                kept=chosen,
             )
             order.skip(index(skip))
         except (ValueError, TypeError, OverflowError) as error:
