@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from penstock.checkpoint.remote import ObjectPath
+
 logger = logging.getLogger("penstock")
 
 # The most bytes that copies of states take together, unless a single one takes more, and the most saves.
@@ -22,17 +24,17 @@ MOST_SAVES = 64
 class SaveHandle:
     """A save in the background. `wait` raises its error; an error that nobody asked for is logged.
 
-    path   of the checkpoint
+    path   of the checkpoint; of an object, what gives its URL as text
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | ObjectPath) -> None:
         self.path = path
         self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._asked: list[bool] = []  # not empty once somebody has asked how it ended
         weakref.finalize(self, _log_unasked, path, self._future, self._asked)
 
     @classmethod
-    def of_saved(cls, path: Path) -> SaveHandle:
+    def of_saved(cls, path: Path | ObjectPath) -> SaveHandle:
         """Of a save that is over."""
         handle = cls(path)
         handle._future.set_result(None)
@@ -101,7 +103,7 @@ def room_for(copy_bytes: int) -> Iterator[None]:
             _changed.notify_all()
 
 
-def start(path: Path, work: Callable[[], None], held: contextlib.ExitStack) -> SaveHandle:
+def start(path: Path | ObjectPath, work: Callable[[], None], held: contextlib.ExitStack) -> SaveHandle:
     """Call ``work`` on a thread of its own, after all saves to ``path`` that were started before, and then
     close ``held``.
 
@@ -118,7 +120,7 @@ def start(path: Path, work: Callable[[], None], held: contextlib.ExitStack) -> S
     return handle
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path | ObjectPath) -> None:
     """Wait until no save to ``path`` is in progress. Their errors are raised by their own handles."""
     with _changed:
         last = _last(path)
@@ -126,7 +128,7 @@ def wait_for(path: Path) -> None:
         concurrent.futures.wait([last])
 
 
-def _last(path: Path) -> _Future | None:
+def _last(path: Path | ObjectPath) -> _Future | None:
     return next((future for future, handle in reversed(_going.items()) if handle.path == path), None)
 
 
@@ -148,7 +150,7 @@ def _run(
         del _going[future]
 
 
-def _log_unasked(path: Path, future: _Future, asked: list[bool]) -> None:
+def _log_unasked(path: Path | ObjectPath, future: _Future, asked: list[bool]) -> None:
     if not asked and future.done() and (error := future.exception()) is not None:
         logger.error("nobody waited for the save of %s, which failed: %s", path, error)
 

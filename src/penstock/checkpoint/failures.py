@@ -58,7 +58,9 @@ def cannot_write(
     return _failed(f"checkpoint {path} cannot be written", offset, "", error, f"{remedy} {kept}")
 
 
-def cannot_read(path: Path, error: OSError, offset: int | None = None, tensors: str = "") -> CheckpointError:
+def cannot_read(
+    path: object, error: OSError, offset: int | None = None, tensors: str = ""
+) -> CheckpointError:
     """The file at ``path`` could not be read, at the byte ``offset`` of these tensors."""
     remedy = {
         **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "Give the path of a checkpoint that exists."),

@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 from penstock.checkpoint.failures import cannot_write
 from penstock.checkpoint.header import DEVICES, FOR_TORCH
+from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.replace import Replacement
-from penstock.checkpoint.source import PathLike, Source, path_of
+from penstock.checkpoint.source import PathLike, Source, place_of
 from penstock.errors import InvalidArgument
+from penstock.storage.objects import is_object_url
 
 _OWN_SUFFIXES = (".safetensors",)
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -125,33 +127,37 @@ def _info(source: Source) -> CheckpointInfo:
 def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False) -> CheckpointInfo:
     """Write what ``source`` holds to ``destination``, in the format that its suffix names.
 
-    source        a file of penstock.save, of torch.save, or of another writer of safetensors files
+    source        a file or object: of penstock.save, of torch.save (a file), or of another writer of
+                  safetensors files
     destination   ``.safetensors`` for penstock's format, ``.pt``, ``.pth`` or ``.bin`` for torch's
     overwrite     replace a file that is there, which may be the source; else it is an error
 
-    The source is verified and mapped, and its tensors go from there to the destination. They lose the
+    The source is verified and mapped (one at a URL is read into memory), and its tensors go from there to the
+    destination. They lose the
     devices they were saved from. Returns what the destination holds. Raises as `load` and `save` do.
     """
     from penstock.checkpoint.loading import load
     from penstock.checkpoint.saving import save
 
-    destination = path_of(destination)
-    suffix = destination.suffix.lower()
+    place = place_of(destination)
+    suffix = place.suffix.lower()
     if suffix not in _OWN_SUFFIXES + _TORCH_SUFFIXES:
         raise InvalidArgument(
-            f"{destination} does not say which format it is to have: give it one of the suffixes "
+            f"{place} does not say which format it is to have: give it one of the suffixes "
             f"{', '.join(_OWN_SUFFIXES)} (penstock) and {', '.join(_TORCH_SUFFIXES)} (torch)"
         )
-    if not overwrite and os.path.lexists(destination):
+    if isinstance(place, ObjectPath) and suffix in _TORCH_SUFFIXES:
+        raise InvalidArgument(f"{place} is a URL, and files of torch.save are written to a disk: give a path")
+    if not overwrite and (place.exists() if isinstance(place, ObjectPath) else os.path.lexists(place)):
         raise InvalidArgument(
-            f"{destination} exists: give another path, or have it replaced (overwrite=True, --overwrite)"
+            f"{place} exists: give another path, or have it replaced (overwrite=True, --overwrite)"
         )
     found = info(source)
-    state = load(source, "cpu", mmap=True)
-    if suffix in _OWN_SUFFIXES:
+    state = load(source, "cpu", mmap=None if is_object_url(source) else True)
+    if isinstance(place, ObjectPath) or suffix in _OWN_SUFFIXES:
         save(state, destination, metadata=found.metadata)
     else:
-        _save_torch(state, destination, found.tensor_bytes)
+        _save_torch(state, place, found.tensor_bytes)
     return info(destination)
 
 

@@ -6,18 +6,23 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checkpoint.failures import cannot_read, cannot_write
 from penstock.checkpoint.header import Reference
+from penstock.checkpoint.remote import ObjectPath, failed
 from penstock.checkpoint.replace import remove_stale
 from penstock.checkpoint.source import PathLike, Source, path_of
 from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError
+from penstock.storage.objects import Bucket, ObjectError, is_object_url
 
-_NAME = re.compile(r"step-([0-9]{10,18})\.safetensors")
+# Objects' names end with what makes them unique.
+_NAME = re.compile(r"step-([0-9]{10,18})(-[0-9a-f]{8})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,21 @@ class Saved:
 
 
 def ls(directory: PathLike) -> list[Saved]:
-    """The checkpoints in the directory of a `Manager`, by step. Their headers are read, not their tensors.
+    """The checkpoints in the directory of a `Manager`, or under its URL, by step. Their headers are read, not
+    their tensors.
 
-    Raises CheckpointError where the directory cannot be read.
+    Raises CheckpointError where it cannot be read.
     """
-    folder = Folder(path_of(directory))
-    return [look_at(folder.path / name) for name in folder.names()]
+    folder = folder_of(directory)
+    return [look_at(folder.at(name)) for name in folder.identities()]
 
 
-def look_at(path: Path) -> Saved:
+def folder_of(directory: PathLike) -> Folder | Objects:
+    """Raises InvalidArgument."""
+    return Objects(str(directory)) if is_object_url(directory) else Folder(path_of(directory))
+
+
+def look_at(path: Path | ObjectPath) -> Saved:
     """The checkpoint at ``path``, which has a name of `Folder.name_of`."""
     step = _step_of(path.name)
     try:
@@ -61,7 +72,7 @@ def look_at(path: Path) -> Saved:
         return Saved(step, str(path), 0, problem=str(error))
 
 
-def tensors_of(path: Path) -> dict[str, Reference]:
+def tensors_of(path: Path | ObjectPath) -> dict[str, Reference]:
     """Where the tensors of a checkpoint lie, by name, as another one beside it can refer to them."""
     with Source(path) as source:
         return {
@@ -72,7 +83,9 @@ def tensors_of(path: Path) -> dict[str, Reference]:
 
 
 class Folder:
-    """A directory with checkpoints."""
+    """A directory with checkpoints. `Objects` has the same methods."""
+
+    is_exclusive = True  # from `acquire` on nobody else removes anything
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,13 +98,12 @@ class Folder:
     def name_of(step: int) -> str:
         return f"step-{step:010d}.safetensors"
 
-    def names(self) -> list[str]:
-        """Of the checkpoints, by step. Raises CheckpointError."""
-        return list(self.identities())
+    def at(self, name: str) -> Path:
+        return self.path / name
 
-    def identities(self) -> dict[str, tuple[int, ...]]:
+    def identities(self) -> dict[str, object]:
         """By name, what is another where a file is another one, by step. Raises CheckpointError."""
-        found = {}
+        found: dict[str, object] = {}
         try:
             with os.scandir(self.path) as entries:
                 for entry in entries:
@@ -100,7 +112,7 @@ class Folder:
                         found[entry.name] = (status.st_ino, status.st_size, status.st_mtime_ns)
         except OSError as error:
             raise cannot_read(self.path, error) from error
-        return {name: found[name] for name in sorted(found, key=_step_of)}
+        return _by_step(found)
 
     def remove(self, name: str) -> None:
         """Raises OSError."""
@@ -135,6 +147,43 @@ class Folder:
             if not in_child:  # of fork: its parent's lock is the same one
                 fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
+
+
+class Objects:
+    """The checkpoints under a URL. A name is never used twice, so that two managers overwrite nothing of each
+    other's; and what others may remove is not referred to, so that they break nothing."""
+
+    is_exclusive = False
+
+    def __init__(self, url: str) -> None:
+        self.path = Bucket(url)
+
+    @staticmethod
+    def name_of(step: int) -> str:
+        return f"step-{step:010d}-{secrets.token_hex(4)}.safetensors"
+
+    def at(self, name: str) -> ObjectPath:
+        return ObjectPath(self.path.url_of(name), self.path)
+
+    def identities(self) -> dict[str, object]:
+        try:
+            return _by_step(
+                {name: found for name, found in self.path.listed().items() if _NAME.fullmatch(name)}
+            )
+        except ObjectError as error:
+            raise failed(error) from error
+
+    def remove(self, name: str) -> None:
+        self.path.delete([name])
+
+    def acquire(self) -> None:
+        """Nothing is locked."""
+
+    release = acquire
+
+
+def _by_step(found: Mapping[str, object]) -> dict[str, object]:
+    return {name: found[name] for name in sorted(found, key=lambda name: (_step_of(name), name))}
 
 
 def _step_of(name: str) -> int:

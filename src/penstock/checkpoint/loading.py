@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -44,6 +46,7 @@ def load(
 ) -> Any:
     """Read what `save` wrote, or torch.save, or another writer of safetensors files.
 
+    path           of a file, or the URL of an object: s3://, gs://, az:// or https://
     map_location   where tensors go, as for torch.load: None to where they were saved from
     mmap           True maps the file: tensors are read when they are used, and pages are copied when
                    they are changed. Do not change a mapped file in place: `save` never does. False
@@ -79,6 +82,8 @@ def _load(
     io: IoOptions | None,
 ) -> Any:
     with Source(path, io) as source:
+        if source.is_object and mmap:
+            raise InvalidArgument(f"{source.path} cannot be mapped: leave mmap out")
         if source.is_torch:
             return _load_torch(source, map_location, mmap, into, verify)
         if not source.header.written_by_penstock:
@@ -86,11 +91,11 @@ def _load(
         mapped = source.is_cached if mmap is None else mmap
         if into is None:
             return reading.state_of(source, _tensors(source, map_location, mmap, mapped, verify))
-        entries = reading.read_mapped(source, verify=False)
+        entries = reading.unread(source) if source.is_object else reading.read_mapped(source, verify=False)
         saved = reading.state_of(source, entries, restride=False)
         match = _matched(source, saved, into)
         with torch.no_grad():
-            fill_pairs(source, match.pairs, entries, mapped, verify)
+            fill_pairs(source, match.pairs, entries, mapped, verify, shared=_in_arrays(saved))
             return match.take_over(saved, into)
 
 
@@ -100,7 +105,8 @@ def _tensors(
     devices = _devices_of(source, map_location)
     if not callable(map_location) and any(device.type != "cpu" for device in devices):
         return reading.read_to(source, devices, mapped, verify)
-    tensors = (reading.read_own if mmap is False else reading.read_mapped)(source, verify)
+    read = reading.read_own if mmap is False or source.is_object else reading.read_mapped
+    tensors = read(source, verify)
     if not callable(map_location):
         return tensors
     return [_placed(*each, map_location) for each in zip(tensors, devices, strict=True)]
@@ -142,31 +148,37 @@ def fill_pairs(
     mapped: bool,
     verify: bool = True,
     wanted: Collection[int] | None = None,
+    shared: Collection[int] = (),
 ) -> None:
     """Fill the targets. One that lies in memory as it does in the file is filled as the file is read; the
     others are copied out of the mapped file afterwards.
 
-    entries   of the file, mapped, which what is saved is views of
+    entries   of the file, which what is saved is views of: mapped, or of an object unread. Those of an object
+              are filled unless a single target takes their bytes
     mapped    read through the page cache, else past it
     wanted    as of `reading.fill`
+    shared    addresses of entries that others than the targets use, too
 
     Raises CheckpointError and InvalidCheckpoint, which say what was overwritten.
     """
     by_address = {entry.untyped_storage().data_ptr(): i for i, entry in enumerate(entries)}
+    uses = Counter(pair.saved.untyped_storage().data_ptr() for pair in pairs)
+    uses.update(shared)
     straight: dict[int, tuple[Pair, torch.Tensor]] = {}
     rest: list[Pair] = []
     overwritten: dict[str, None] = {}
     for pair in pairs:
-        index = by_address.get(pair.saved.untyped_storage().data_ptr(), -1)
-        data = _bytes_as_saved(pair)
-        if data is None or index < 0 or index in straight or data.nbytes != entries[index].nbytes:
+        address = pair.saved.untyped_storage().data_ptr()
+        index, data = by_address.get(address, -1), _bytes_as_saved(pair)
+        is_used = uses[address] > 1 if source.is_object else index in straight
+        if data is None or index < 0 or is_used or data.nbytes != entries[index].nbytes:
             rest.append(pair)
         else:
             straight[index] = pair, data
 
     def destination(entry: int) -> torch.Tensor | None:
         if entry not in straight:
-            return None
+            return entries[entry].view(-1).view(torch.uint8) if source.is_object else None
         pair, data = straight[entry]
         if pair.path not in overwritten:
             overwritten[pair.path] = None
@@ -192,6 +204,14 @@ def _copy(pair: Pair) -> None:
     count what is mapped, which cannot leave."""
     with _disable_current_modes() if is_on_host(pair.target) else contextlib.nullcontext():
         pair.target.copy_(pair.saved)
+
+
+def _in_arrays(value: Any) -> list[int]:
+    """The addresses of the numpy arrays in a state, which share their entries' memory."""
+    if isinstance(value, np.ndarray):
+        return [value.ctypes.data]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [address for each in inner for address in _in_arrays(each)]
 
 
 def _bytes_as_saved(pair: Pair) -> torch.Tensor | None:

@@ -11,9 +11,10 @@ from typing import Any
 from penstock.checkpoint import increments
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.header import Reference
-from penstock.checkpoint.listing import Folder, Saved, look_at, tensors_of
+from penstock.checkpoint.listing import Saved, folder_of, look_at, tensors_of
+from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.saving import Metadata, contents_of, save_in_background, save_now
-from penstock.checkpoint.source import PathLike, path_of
+from penstock.checkpoint.source import PathLike
 from penstock.checkpoint.tensors import Stored
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.options import IoOptions
@@ -25,7 +26,8 @@ logger = logging.getLogger("penstock")
 class Manager(files.Closing):
     """The checkpoints of one run, in a directory that belongs to it. A context manager.
 
-    directory    made where it is not there. Its checkpoints are files ``step-<ten digits>.safetensors``
+    directory    made where it is not there; or a URL, s3://, gs:// or az://. Its checkpoints are files
+                 ``step-<ten digits>.safetensors``; of objects, names have eight more digits
     keep_last    how many stay; older ones are removed once a newer one is durable
     keep_every   those whose step is a multiple of it stay for ever
     io           as of `penstock.save`
@@ -36,7 +38,9 @@ class Manager(files.Closing):
     sake of newer ones are at most twice as large as what these use of them.
 
     A process that is killed, at whatever moment, leaves its last checkpoint whole, and `latest` finds it.
-    Until a manager is closed, or its process has ended, another one for the same directory is refused.
+    Until a manager is closed, or its process has ended, another one for the same directory is refused. URLs
+    have no locks: there, a manager refers only to what it has written itself, so that several break nothing
+    of each other's.
 
     Raises InvalidArgument for what cannot be kept, CheckpointError where the directory cannot be used.
     """
@@ -53,7 +57,7 @@ class Manager(files.Closing):
             if (number is not None or name == "keep_last") and (type(number) is not int or number < 1):
                 raise InvalidArgument(f"{name} is {number!r}: give a whole number from 1")
         self._keep_last, self._keep_every, self._io = keep_last, keep_every, io
-        self._folder = Folder(path_of(directory))
+        self._folder = folder_of(directory)
         self._handle: SaveHandle | None = None
         self._is_closed = False
         self._folder.acquire()
@@ -62,13 +66,14 @@ class Manager(files.Closing):
             self._saved: dict[str, Saved] = {}
             self._identities = self._folder.identities()
             for name in self._identities:
-                found = look_at(self._folder.path / name)
+                found = look_at(self._folder.at(name))
                 if found.problem:
                     logger.warning("%s is not counted, and left alone: %s", found.path, found.problem)
                 else:
                     self._saved[name] = found
-            latest = self.latest()
-            self._known = {} if latest is None else tensors_of(latest)
+            self._known: dict[str, Reference] = {}
+            if self._saved and self._folder.is_exclusive:
+                self._known = tensors_of(self._folder.at(next(reversed(self._saved))))
         except BaseException:
             self._folder.release()
             raise
@@ -76,10 +81,14 @@ class Manager(files.Closing):
     def __repr__(self) -> str:
         return f"<penstock.checkpoint.Manager of {self._folder.path}, steps {list(self.steps())}>"
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint that is whole; None where there is none. Not one that is being saved."""
+    def latest(self) -> Path | str | None:
+        """The path, or URL, of the newest checkpoint that is whole; None where there is none. Not one that is
+        being saved."""
         saved = self._saved
-        return self._folder.path / next(reversed(saved)) if saved else None
+        if not saved:
+            return None
+        place = self._folder.at(next(reversed(saved)))
+        return place if isinstance(place, Path) else str(place)
 
     def steps(self) -> tuple[int, ...]:
         """Of the checkpoints that are whole, ascending, with those that stay as newer ones refer to them."""
@@ -108,7 +117,7 @@ class Manager(files.Closing):
                 f"step {step} is not after {steps[-1]}, the newest checkpoint in {self._folder.path}: give a "
                 "later step. To go on from an older checkpoint, first delete the later ones, newest first"
             )
-        path = self._folder.path / self._folder.name_of(step)
+        path = self._folder.at(self._folder.name_of(step))
         try:
             contents = contents_of(state, metadata, self._unchanged)
             if not wait:
@@ -163,7 +172,7 @@ class Manager(files.Closing):
                 waiting += self._saved[name].elsewhere if name in self._saved else ()
         return frozenset(needed)
 
-    def _add(self, path: Path) -> None:
+    def _add(self, path: Path | ObjectPath) -> None:
         """The new checkpoint is durable: count it, and remove what is to be kept no longer."""
         self._known = tensors_of(path)
         self._identities = self._folder.identities()
@@ -177,6 +186,6 @@ class Manager(files.Closing):
         for name in [name for name in reversed(names) if name not in needed]:
             try:
                 self._folder.remove(name)
-            except OSError as error:
+            except OSError as error:  # an ObjectError too
                 logger.warning("the old checkpoint %s cannot be removed: %s", self._saved[name].path, error)
             self._saved = {other: each for other, each in self._saved.items() if other != name}

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from penstock.checkpoint.failures import cannot_read, os_error, shown
+from penstock.checkpoint.failures import cannot_read, shown
 from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, run_transfers, split
 from penstock.checkpoint.source import Source, Volume
 from penstock.checkpoint.tensors import DTYPES
@@ -62,6 +62,16 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
     return tensors
 
 
+def unread(source: Source) -> list[torch.Tensor]:
+    """The tensors, in the order of the entries, of zeros that take no memory until they are written to."""
+    tensors = []
+    for volume in source.volumes:
+        begin = volume.source.header.data_offset
+        memory = _own_memory(volume.source, begin, reserved=False)
+        tensors += _tensors(volume, memory, begin)
+    return tensors
+
+
 def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, in memory of their own. Raises as `fill`."""
     return [tensor for volume in source.volumes for tensor in _read_own(volume, verify)]
@@ -70,10 +80,7 @@ def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
 def _read_own(volume: Volume, verify: bool) -> list[torch.Tensor]:
     source = volume.source
     begin = align_down(source.header.data_offset, source.file.alignment_bytes)
-    try:
-        memory = OwnMemory(source.size_bytes - begin)
-    except OSError as error:
-        raise cannot_read(source.path, error) from error
+    memory = _own_memory(source, begin)
     checksums = Checksums(source.header.entries)
     verify = verify and source.header.written_by_penstock
     pieces = tuple(_pieces(volume))
@@ -92,6 +99,13 @@ def _read_own(volume: Volume, verify: bool) -> list[torch.Tensor]:
     if verify:
         _raise_damaged(source, checksums.damaged(volume.indexes))
     return _tensors(volume, memory, begin)
+
+
+def _own_memory(source: Source, begin: int, *, reserved: bool = True) -> OwnMemory:
+    try:
+        return OwnMemory(source.size_bytes - begin, reserved=reserved)
+    except OSError as error:
+        raise cannot_read(source.path, error) from error
 
 
 def read_to(
@@ -118,7 +132,7 @@ def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = T
     by_name = {entry.name: tensor for entry, tensor in zip(source.entries, tensors, strict=True)}
     if header.tree is None:
         return by_name
-    return unflatten(header.tree, by_name, source.path, restride=restride)
+    return unflatten(header.tree, by_name, str(source.path), restride=restride)
 
 
 def verify_all(source: Source) -> None:
@@ -250,8 +264,7 @@ def _read(
     def done(transfer: Transfer) -> None:
         piece, memory = cast("tuple[Piece, Any]", transfer.keep)
         if transfer.error_number:
-            error = os_error(transfer.error_number)
-            raise cannot_read(source.path, error, piece.offset, _names(source, piece))
+            raise source.failure(transfer.error_number, piece.offset, _names(source, piece))
         use(piece, transfer.address)
         give(memory)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,15 @@ from penstock.checkpoint.pieces import (
     split,
 )
 from penstock.checkpoint.reading import host_bytes, is_on_host
+from penstock.checkpoint.remote import ObjectPath, no_io_paths
 from penstock.checkpoint.replace import Replacement
-from penstock.checkpoint.source import PathLike, path_of
+from penstock.checkpoint.source import PathLike, place_of
 from penstock.checkpoint.tensors import Stored
 from penstock.checkpoint.tree import flatten
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.options import IoOptions
 from penstock.storage import files
-from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.aligned import AlignedBuffer, align_up, view_at
 from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.paths import IoPath
 from penstock.storage.threads import in_order, in_parallel
@@ -93,8 +95,8 @@ def save(
 
     state      tensors, numbers, texts, and dicts, lists and tuples of them, such as a state dict of a
                module or of an optimizer
-    path       what is there is replaced when the new file is complete; if the save fails or the process
-               is killed, it stays as it was
+    path       of a file, or the URL of an object: s3://, gs:// or az://. What is there is replaced when the
+               new one is complete; if the save fails or the process is killed, it stays as it was
     wait       False copies the tensors, so that they can change, and writes in the background. Copies
                take at most 1 GiB at once, or the size of one state where that is more: further saves
                wait here until earlier ones have been written and their copies released
@@ -113,13 +115,13 @@ def save(
     try:
         if group is None:
             return _save(state, path, wait, metadata, io)
-        _by_the_first(group, partial(_save, state, path, True, metadata, io), path_of(path))
+        _by_the_first(group, partial(_save, state, path, True, metadata, io), place_of(path))
     except CheckpointError as error:
         raise error from None  # it names the system's own error
     return None
 
 
-def _by_the_first(group: Any, write: Callable[[], object], path: Path) -> None:
+def _by_the_first(group: Any, write: Callable[[], object], path: Path | ObjectPath) -> None:
     """The first process of the group writes. All learn how that ended."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank(group) < 0:
         raise InvalidArgument(
@@ -144,15 +146,20 @@ def _by_the_first(group: Any, write: Callable[[], object], path: Path) -> None:
 def _save(
     state: Any, path: PathLike, wait: bool, metadata: Metadata, io: IoOptions | None
 ) -> SaveHandle | None:
-    path, contents = path_of(path), contents_of(state, metadata)
+    place, contents = place_of(path), contents_of(state, metadata)
     if not wait:
-        return save_in_background(contents, path, io)
-    save_now(contents, path, io)
+        return save_in_background(contents, place, io)
+    save_now(contents, place, io)
     return None
 
 
-def save_now(contents: Contents, path: Path, io: IoOptions | None) -> None:
+def save_now(contents: Contents, path: Path | ObjectPath, io: IoOptions | None) -> None:
     """Write it straight from the tensors."""
+    if isinstance(path, ObjectPath):
+        no_io_paths(path, io)
+        background.wait_for(path)
+        _upload_through(contents, path)
+        return
     way = io_path("write", path, contents.size_bytes, io)
     with _replacement(path, contents.size_bytes) as replacement:
         background.wait_for(replacement.path)
@@ -160,23 +167,30 @@ def save_now(contents: Contents, path: Path, io: IoOptions | None) -> None:
 
 
 def save_in_background(
-    contents: Contents, path: Path, io: IoOptions | None, then: Callable[[], None] = lambda: None
+    contents: Contents,
+    path: Path | ObjectPath,
+    io: IoOptions | None,
+    then: Callable[[], None] = lambda: None,
 ) -> SaveHandle:
     """Copy what is to be written, and write it. ``then`` is called once it is durable and in place."""
-    way = io_path("write", path, contents.size_bytes, io)
     with contextlib.ExitStack() as held:
-        held.enter_context(background.room_for(contents.data_bytes))
-        replacement = held.enter_context(_replacement(path, contents.size_bytes))
-        try:
-            write_copy = held.enter_context(_snapshot(contents))
-        except OSError as error:
-            raise cannot_write(path, error, contents.size_bytes) from error
+        write: Callable[[], None]
+        if isinstance(path, ObjectPath):
+            no_io_paths(path, io)
+            held.enter_context(background.room_for(contents.data_bytes))
+            write = partial(_upload, held.enter_context(_snapshot(contents, path)), path)
+        else:
+            way = io_path("write", path, contents.size_bytes, io)
+            held.enter_context(background.room_for(contents.data_bytes))
+            replacement = held.enter_context(_replacement(path, contents.size_bytes))
+            write = partial(_write, held.enter_context(_snapshot(contents, path)), replacement, way)
+            path = replacement.path
 
         def work() -> None:
-            write_copy(replacement, way)
+            write()
             then()
 
-        return background.start(replacement.path, work, held.pop_all())
+        return background.start(path, work, held.pop_all())
 
 
 def _replacement(path: Path, size_bytes: int) -> Replacement:
@@ -275,17 +289,30 @@ def _write_through(contents: Contents, replacement: Replacement, way: IoPath) ->
             _gather(contents, piece, buffer.address, checksums)
             yield piece, buffer.address, buffer
 
-    _write(contents, checksums, gathered(), replacement, way, pool.give)
+    _write(_Gathering(contents, checksums, gathered()), replacement, way, pool.give)
+
+
+class _Gathering(NamedTuple):
+    """What is written, piece by piece, and the checksums of what was gathered so far."""
+
+    contents: Contents
+    checksums: Checksums
+    pieces: Iterable[_Gathered]
 
 
 @contextlib.contextmanager
-def _snapshot(contents: Contents) -> Iterator[Callable[[Replacement, IoPath], None]]:
-    """Copies the tensors as they are now, as they will lie in the file. Returns what writes the copy. That is
-    freed at the end: others may hold the function as long as its error.
+def _snapshot(contents: Contents, path: Path | ObjectPath) -> Iterator[_Gathering]:
+    """Copies the tensors as they are now, as they will lie in the file. The copy is freed at the end: others
+    may hold the value as long as its error.
 
-    Raises OSError where there is not enough memory.
+    Raises CheckpointError where there is not enough memory.
     """
-    buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
+    try:
+        buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
+    except OSError as error:
+        if isinstance(path, ObjectPath):
+            raise path.failure(error) from error
+        raise cannot_write(path, error, contents.size_bytes) from error
     begin, checksums = contents.header_bytes, Checksums(contents.entries)
     gathered: list[_Gathered] = [
         (piece, buffer.address + piece.offset - begin, buffer) for piece in split(contents.entries, begin)
@@ -296,23 +323,54 @@ def _snapshot(contents: Contents) -> Iterator[Callable[[Replacement, IoPath], No
     del buffer
     contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
     try:
-        yield partial(_write, contents, checksums, gathered)
+        yield _Gathering(contents, checksums, gathered)
     finally:
         gathered.clear()
 
 
+def _upload(copy: _Gathering, path: ObjectPath) -> None:
+    contents, checksums, pieces = copy
+    header = contents.header(checksums)
+    parts = (view_at(address, piece.end - piece.offset, writable=False) for piece, address, _ in pieces)
+    path.write(itertools.chain([header], parts), contents.size_bytes)
+
+
+def _upload_through(contents: Contents, path: ObjectPath) -> None:
+    """Straight from the tensors, which are read twice: the header, which has their checksums, comes first."""
+    data_offset = contents.header_bytes
+    checksums, pool = Checksums(contents.entries), BufferPool(pinned=not contents.on_host)
+    for piece in split(contents.entries, data_offset):
+        buffer = pool.take()
+        _gather(contents, piece, buffer.address, checksums)
+        pool.give(buffer)
+    header, again = contents.header(checksums), Checksums(contents.entries)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield header
+        for piece in split(contents.entries, data_offset):
+            buffer = AlignedBuffer(piece.end - piece.offset)  # which the upload keeps as long as it needs it
+            _gather(contents, piece, buffer.address, again)
+            yield buffer.view()
+        if contents.header(again) != header:
+            raise CheckpointError(
+                f"checkpoint {path} cannot be written: its tensors changed meanwhile. Nothing of it was left "
+                "there. Change them after save has returned, or save with wait=False"
+            )
+
+    path.write(parts(), contents.size_bytes)
+
+
 def _write(
-    contents: Contents,
-    checksums: Checksums,
-    pieces: Iterable[_Gathered],
+    gathering: _Gathering,
     replacement: Replacement,
     way: IoPath,
     release: Callable[[Any], None] = lambda buffer: None,
 ) -> None:
-    """Write ``pieces``, then the header with the checksums; then take the old file's place.
+    """Write the pieces, then the header with the checksums; then take the old file's place.
 
     release   called with the buffer of each piece that is written
     """
+    contents, checksums, pieces = gathering
     file, size_bytes = replacement.file, contents.size_bytes
 
     def to_write(offset: int, address: int, end: int, buffer: object) -> Transfer:

@@ -18,9 +18,11 @@ import numpy as np
 from penstock.checkpoint.failures import cannot_read, os_error, shown
 from penstock.checkpoint.header import Entry, Header, decode, header_bytes
 from penstock.checkpoint.pieces import io_path
+from penstock.checkpoint.remote import ObjectPath, OpenObject
 from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
 from penstock.options import IoOptions
 from penstock.storage import files
+from penstock.storage.objects import is_object_url
 from penstock.storage.paths import IoPath
 
 # From this share of the file in the page cache on, it is quicker to use what is there.
@@ -34,13 +36,20 @@ PathLike = str | os.PathLike[str]
 
 
 def path_of(path: PathLike) -> Path:
-    """Raises InvalidArgument where ``path`` is none."""
+    """Raises InvalidArgument where ``path`` is none, or a URL."""
+    if is_object_url(path):
+        raise InvalidArgument(f"{path!r} is a URL, which cannot be used here: give the path of a file")
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise InvalidArgument(
             f"{path!r} is not a path: give the name of a file, as text or pathlib.Path. Open files and "
             "buffers cannot be written past the page cache, nor replaced at once."
         )
     return Path(path)
+
+
+def place_of(place: PathLike) -> Path | ObjectPath:
+    """Of a file, or of an object at a URL. Raises InvalidArgument."""
+    return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place)
 
 
 def _open_regular(path: Path, flags: int = 0) -> int:
@@ -55,6 +64,44 @@ def _open_regular(path: Path, flags: int = 0) -> int:
     raise os_error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
 
 
+class _OpenPath(files.Closing):
+    """A file that is read. One that replaces it meanwhile is not seen. Raises CheckpointError."""
+
+    def __init__(self, path: Path, io: IoOptions | None, follow_links: bool) -> None:
+        self._path, self._io = path, io
+        try:
+            descriptor = _open_regular(path, 0 if follow_links else os.O_NOFOLLOW)
+            self.opened = files.from_descriptor(descriptor, os.fspath(path))
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        self.size_bytes = os.fstat(descriptor).st_size
+
+    @property
+    def way(self) -> IoPath:
+        return io_path("read", self._path, self.size_bytes, self._io)
+
+    def read(self, begin: int, end: int) -> bytes:
+        data = b""
+        try:
+            while begin + len(data) < end:
+                more = os.pread(self.opened.file.buffered, end - begin - len(data), begin + len(data))
+                if not more:
+                    raise os_error(errno.EIO)  # the file became shorter
+                data += more
+        except OSError as error:
+            raise cannot_read(self._path, error, begin + len(data)) from error
+        return data
+
+    def failure(self, error_number: int, offset: int, tensors: str) -> CheckpointError:
+        return cannot_read(self._path, os_error(error_number), offset, tensors)
+
+    def sibling(self, name: str) -> Path:
+        return Path(os.path.realpath(self._path)).with_name(name)
+
+    def close(self) -> None:
+        self.opened.close()
+
+
 class Volume(NamedTuple):
     """A file that holds tensors of a checkpoint: the entries of its header with these indexes."""
 
@@ -65,44 +112,59 @@ class Volume(NamedTuple):
 class Source(files.Closing):
     """A checkpoint, open for reading. A context manager.
 
-    The file is opened once: one that replaces it meanwhile is not seen. Raises CheckpointError where there is
+    is_object   it lies at a URL, and cannot be mapped
+
+    It is opened once: one that replaces it meanwhile is not seen. Raises CheckpointError where there is
     none, or it cannot be read.
     """
 
-    def __init__(self, path: PathLike, io: IoOptions | None = None, *, follow_links: bool = True) -> None:
-        """``io``: says by which I/O path it is read past the page cache; see `io_path`."""
-        self.path, self._io = path_of(path), io
+    def __init__(
+        self, path: PathLike | ObjectPath, io: IoOptions | None = None, *, follow_links: bool = True
+    ) -> None:
+        """``io``: says by which I/O path a file is read past the page cache; see `io_path`."""
+        self.path, self._io = path if isinstance(path, ObjectPath) else place_of(path), io
+        self.is_object = isinstance(self.path, ObjectPath)
         self._others: list[Source] = []
+        self._open: OpenObject | _OpenPath
+        if isinstance(self.path, ObjectPath):
+            self._open = OpenObject(self.path, io)
+        else:
+            self._open = _OpenPath(self.path, io, follow_links)
+        self.size_bytes, self.opened, self.file = (
+            self._open.size_bytes,
+            self._open.opened,
+            self._open.opened.file,
+        )
+        self.failure = self._open.failure
         try:
-            descriptor = _open_regular(self.path, 0 if follow_links else os.O_NOFOLLOW)
-            self.opened = files.from_descriptor(descriptor, os.fspath(self.path))
-        except OSError as error:
-            raise cannot_read(self.path, error) from error
-        self.file = self.opened.file
-        try:
-            self.size_bytes = os.fstat(self.file.buffered).st_size
-            self._beginning = self._read(0, min(_BEGINNING_BYTES, self.size_bytes))
+            self._beginning = self._open.read(0, min(_BEGINNING_BYTES, self.size_bytes))
         except BaseException:
             self.close()
             raise
 
     @property
     def way(self) -> IoPath:
-        return io_path("read", self.path, self.size_bytes, self._io)
+        return self._open.way
 
     @property
     def is_torch(self) -> bool:
-        return self._beginning.startswith(_ZIP)
+        """Raises InvalidArgument where it is, and lies at a URL."""
+        is_zip = self._beginning.startswith(_ZIP)
+        if is_zip and self.is_object:
+            raise InvalidArgument(
+                f"{self.path} is a file of torch.save: copy it to a disk, and load it there"
+            )
+        return is_zip
 
     @cached_property
     def header(self) -> Header:
         """What the file holds. Raises InvalidCheckpoint where it is none, or its header is damaged."""
         self._refuse_other_formats()
-        length = header_bytes(self._beginning[:8], self.size_bytes, self.path)
+        length = header_bytes(self._beginning[:8], self.size_bytes, str(self.path))
         data = self._beginning[:length]
         if len(data) < length:
-            data += self._read(len(data), length - len(data))
-        return decode(data, self.size_bytes, self.path)
+            data += self._open.read(len(data), length)
+        return decode(data, self.size_bytes, str(self.path))
 
     @cached_property
     def volumes(self) -> tuple[Volume, ...]:
@@ -122,7 +184,7 @@ class Source(files.Closing):
         return [volume.source.header.entries[i] for volume in self.volumes for i in volume.indexes]
 
     def _volume(self, file: str, wanted: Sequence[Entry]) -> Volume:
-        path = Path(os.path.realpath(self.path)).with_name(file)
+        path = self._open.sibling(file)
         try:
             other = Source(path, self._io, follow_links=False)
             self._others.append(other)
@@ -144,7 +206,7 @@ class Source(files.Closing):
     @property
     def is_cached(self) -> bool:
         """The page cache holds nearly all of the files."""
-        return all(
+        return not self.is_object and all(
             cached_share(volume.source.file.buffered) >= _CACHED_SHARE
             for volume in self.volumes
             if volume.indexes
@@ -155,20 +217,8 @@ class Source(files.Closing):
             os.posix_fadvise(self.file.buffered, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        for each in (self, *self._others):
-            each.opened.close()
-
-    def _read(self, offset: int, size_bytes: int) -> bytes:
-        data = b""
-        try:
-            while len(data) < size_bytes:
-                more = os.pread(self.file.buffered, size_bytes - len(data), offset + len(data))
-                if not more:
-                    raise os_error(errno.EIO)  # the file became shorter
-                data += more
-        except OSError as error:
-            raise cannot_read(self.path, error, offset + len(data)) from error
-        return data
+        for each in (self._open, *self._others):
+            each.close()
 
     def _refuse_other_formats(self) -> None:
         beginning = self._beginning

@@ -71,11 +71,12 @@ the model is in FOLDER/model, for from_pretrained.
 """
 
 UPLOAD_HELP = """\
-URL names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's. All of it
-belongs to the store from then on. What is not this store's is replaced only with --overwrite. Interrupted,
-the same command goes on where it stopped.
+URL is s3://BUCKET/PREFIX, gs:// or az://, with credentials and endpoints from the environment or an AWS
+profile; or it names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's. All
+of a namespace belongs to the store from then on; its bytes cross the network as they are, and nobody is asked
+for a password: for networks that you trust.
 
-Bytes cross the network as they are, and nobody is asked for a password: for networks that you trust.
+Another store is replaced only with --overwrite. Interrupted, the same command goes on where it stopped.
 """
 
 SERVE_HELP = """\
@@ -117,6 +118,7 @@ whatif trace.json.gz --hardware hardware.json --device-budget 8GiB,16GiB --disks
       --disk-rate 3.2GB/s""",
     "checkpoint.ls": "checkpoint ls run/",
     "checkpoint.pack": "checkpoint pack run/step-0000000900.safetensors model.safetensors",
+    "checkpoint.cp": "checkpoint cp s3://bucket/run/model.safetensors model.safetensors",
     "checkpoint.info": "checkpoint info run.safetensors",
     "checkpoint.verify": "checkpoint verify run.safetensors",
     "checkpoint.convert": "checkpoint convert model.pt model.safetensors",
@@ -302,21 +304,22 @@ def _whatif(names: Commands) -> None:
 def _checkpoint(names: Commands) -> None:
     below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
-    ls = _command(below, "ls", "checkpoint.ls", "list the checkpoints of a manager's directory")
-    _add(ls, "directory", "of penstock.checkpoint.Manager", "Path", metavar="DIR")
+    ls = _command(below, "ls", "checkpoint.ls", "list the checkpoints of a run")
+    _add(ls, "directory", "of penstock.checkpoint.Manager, or its URL", "Object", metavar="DIR")
     info = _command(below, "info", "checkpoint.info", "show what a checkpoint holds")
     summary = "read a checkpoint whole, and compare its checksums"
     verify = _command(below, "verify", "checkpoint.verify", summary)
     for command in (info, verify):
-        _add(command, "file", "of penstock.save, torch.save or safetensors", "Path", metavar="FILE")
+        _add(command, "file", "of penstock.save, torch.save or safetensors", "Object", metavar="FILE")
 
     summary = "write a checkpoint in the format of another suffix"
     convert = _command(below, "convert", "checkpoint.convert", summary)
     pack = _command(below, "pack", "checkpoint.pack", "write an increment with all its tensors into one file")
-    for command in (convert, pack):
-        _add(command, "source", "of penstock.save, torch.save or safetensors", "Path", metavar="A")
-        written = "penstock's: .safetensors; torch's: .pt, .pth, .bin"
-        _add(command, "destination", written, "Path", metavar="B")
+    cp = _command(below, "cp", "checkpoint.cp", "copy a checkpoint to or from a URL, verified on the way")
+    for command in (convert, pack, cp):
+        _add(command, "source", "of penstock.save, torch.save or safetensors", "Object", metavar="A")
+        written = "penstock's: .safetensors, or a URL; torch's: .pt, .pth, .bin"
+        _add(command, "destination", written, "Object", metavar="B")
         _add(command, "--overwrite", "replace B if it is there", "bool")
 
 
@@ -330,7 +333,7 @@ def _samples(names: Commands) -> None:
     bench = _command(below, "bench", "samples.bench", "measure how fast a store is read here")
     _upload(below)
     for command in (ls, info, verify, unpack, bench):
-        store = "a store, its partitions' folder, or the URL of a namespace with either"
+        store = "a store, its partitions' folder, or the URL of either"
         _add(command, "store", store, "Place", metavar="STORE")
 
     _add(ls, "pattern", "such as 'cat/*'; * stands for / too", nargs="?", metavar="PATTERN")
@@ -352,11 +355,11 @@ def _samples(names: Commands) -> None:
 
 
 def _upload(names: Commands) -> None:
-    summary = "write a store onto a drive of another machine"
+    summary = "write a store to an object store, or onto a drive of another machine"
     upload = _command(names, "upload", "samples.upload", summary, UPLOAD_HELP)
     _add(upload, "store", "a store, or its partitions' folder", "Place", metavar="STORE")
-    _add(upload, "url", "nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
-    _add(upload, "--overwrite", "replace whatever lies on the namespace", "bool")
+    _add(upload, "url", "s3://BUCKET/PREFIX, or nvme+tcp://HOST:PORT/NQN?ns=1", metavar="URL")
+    _add(upload, "--overwrite", "replace another store, or whatever lies on the namespace", "bool")
     summary = "let other machines read a store of this one"
     serve = _command(names, "serve", "samples.serve", summary, SERVE_HELP)
     _add(serve, "store", "a store, or its partitions' folder", "Place", metavar="STORE")

@@ -44,7 +44,7 @@ def convert(options: Namespace) -> Answer:
     return Answer(values=_values(found), shown=[_summary(found)], written=[options.destination])
 
 
-pack = convert
+pack = cp = convert  # each is told where from and where to
 
 
 def ls(options: Namespace) -> Answer:

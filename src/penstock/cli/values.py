@@ -36,6 +36,12 @@ def _place(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
+def _object(text: str) -> Path | str:
+    from penstock.storage.objects import is_object_url
+
+    return text if is_object_url(text) else Path(text)
+
+
 def _directory(text: str) -> Path:
     if isinstance(_place(text), str):
         raise InvalidArgument(f"{text} is a remote drive: only probe and run spill to one")
@@ -50,6 +56,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "Samples": partial(whole_number, what="number of samples", least=1),
     "Disks": partial(whole_number, what="number of disks", least=1),
     "Place": _place,
+    "Object": _object,
     "Directory": _directory,
     "Hardware": Path,
     "Plan": Path,

@@ -7,7 +7,8 @@ import ctypes
 import mmap
 
 HUGE_PAGE_BYTES = 2 << 20
-MADV_WIPEONFORK = 18  # <linux/mman.h>; Python has no name for it
+_MAP_NORESERVE = 0x4000  # <linux/mman.h>; Python has no name for it, nor for the next
+MADV_WIPEONFORK = 18
 
 _PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -43,13 +44,13 @@ class AlignedBuffer:
     size_bytes   as asked for
 
     inherited   processes made by fork have its bytes too; else they have zeros there
+    reserved    False: there may be more of it than the system has memory, of which little is to be used
     """
 
-    def __init__(self, size_bytes: int, *, inherited: bool = True) -> None:
+    def __init__(self, size_bytes: int, *, inherited: bool = True, reserved: bool = True) -> None:
         # Private: memory that could be shared gets no huge pages.
-        self._mapping = mmap.mmap(
-            -1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if reserved else _MAP_NORESERVE)
+        self._mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=flags)
         start = address_of(self._mapping)
         self.address = align_up(start, HUGE_PAGE_BYTES)
         self.size_bytes = size_bytes
