@@ -17,8 +17,10 @@ LONG = {"budget-and-disk", "hugging-face", "reading-a-report", "several-processe
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES]
 )
 def test_a_reader_gets_what_the_page_shows(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if page in ("killed-and-resumed", "object-stores"):
+        request.getfixturevalue("s3")
     if page == "hugging-face":
         pytest.importorskip("transformers")
         pytest.importorskip("accelerate")
