@@ -1,4 +1,4 @@
-// Reads of what this machine does not have, or not yet: whoever can bring it takes them from here.
+// Reads of what this machine does not have, or not yet: who can bring it takes them from here.
 #pragma once
 
 #include <chrono>

@@ -393,7 +393,7 @@ class SampleReader:
     ) -> None:
         """fetched: partition, data file, and [chunks] what of each chunk is here: 1 its body, 2 its long edge.
 
-        Empty where nothing ever is. Whoever holds the reader takes what is missing, and gives it.
+        Empty where nothing ever is. Who holds the reader takes what is missing, and gives it.
         """
     def take_fetches(
         self, most: int, timeout_s: float

@@ -204,8 +204,8 @@ class Reader:
                     _CLOSE_TIMEOUT_S,
                 )
                 return
-            if self._fetcher is not None:
-                self._fetcher.close()
+            if self._fetcher is not None and not self._fetcher.close():
+                return  # its files are left behind, too
             for files in self._files:
                 for opened in files:
                     opened.close()

@@ -116,10 +116,18 @@ class Bucket:
             prefixes = store.list_with_delimiter()["common_prefixes"]
         return [str(each).rstrip("/").rpartition("/")[2] for each in prefixes]
 
-    def read(self, name: str, begin: int = 0, end: int | None = None, tag: str | None = None) -> memoryview:
+    def read(
+        self,
+        name: str,
+        begin: int = 0,
+        end: int | None = None,
+        tag: str | None = None,
+        most_bytes: int | None = None,
+    ) -> memoryview:
         """The bytes of an object from ``begin`` up to ``end``, or to its end.
 
-        tag   that `info` gave: where the object has another one, that is an error
+        tag         that `info` gave: where the object has another one, that is an error
+        most_bytes  an object that is larger is an error, EFBIG
 
         Raises ObjectError, also where the object ends before ``end``.
         """
@@ -131,7 +139,11 @@ class Bucket:
         elif begin:
             options["range"] = {"offset": begin}
         with self._asking(name, "read") as store:
-            data = memoryview(store.get(name, options=options).buffer())
+            result = store.get(name, options=options)
+            if most_bytes is not None and (size_bytes := int(result.meta["size"])) > most_bytes:
+                reason = f"it has {size_bytes} bytes, more than {most_bytes}"
+                raise ObjectError(errno.EFBIG, f"{self.url_of(name)} cannot be read: {reason}", reason)
+            data = memoryview(result.buffer())
         if end is not None and data.nbytes != end - begin:
             raise ObjectError(
                 errno.ESTALE,
@@ -147,7 +159,7 @@ class Bucket:
         size_bytes: int = 0,
         new: bool = False,
     ) -> ObjectInfo:
-        """Write an object, at once: whoever reads it sees all of the old one, or all of the new one.
+        """Write an object, at once: who reads it sees all of the old one, or all of the new one.
 
         data        its bytes, the path of a file, or its parts in order; an error of theirs leaves nothing
         size_bytes  about how many the parts are together: what is sent at once grows with it
@@ -305,8 +317,7 @@ def open_store(url: str, timeout_s: float) -> Any:
 def _aws_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """What obstore does not find by itself: the endpoint, and what a profile says, for `from_url`.
 
-    Keys in the environment come before those of a profile, unless AWS_PROFILE names one. Without either, the
-    roles of the machine are asked.
+    Keys in the environment come before those of a profile; without either the roles of the machine are asked.
     """
     home = Path.home() / ".aws"
     files = configparser.ConfigParser(interpolation=None)
@@ -330,8 +341,7 @@ def _aws_settings(environment: Mapping[str, str]) -> dict[str, str]:
     if name and not profile:
         raise InvalidArgument(f"AWS_PROFILE={name!r}: {paths[0]} and {paths[1]} have no such profile")
     found = {}
-    given = "AWS_ACCESS_KEY_ID" in environment and not name
-    if "aws_access_key_id" in profile and not given:
+    if "aws_access_key_id" in profile and "AWS_ACCESS_KEY_ID" not in environment:
         keys = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         found = {key: profile[key] for key in keys if key in profile}
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -33,14 +32,14 @@ class _Failed(NamedTuple):
     text: str
 
 
-class Got:
-    """What `get` gives."""
+class Got(NamedTuple):
+    """What `get` gives: of an object its size, and the bytes that were asked for."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    meta: dict[str, int]
+    data: bytes
 
     def buffer(self) -> bytes:
-        return self._data
+        return self.data
 
 
 class Helper:
@@ -71,7 +70,7 @@ class Helper:
         result = future.result()
         if isinstance(result, _Failed):
             raise type(result.kind, (Exception,), {"__module__": result.module})(result.text)
-        return Got(result) if method == "get" else result
+        return result
 
     def _receive(self) -> None:
         try:
@@ -90,27 +89,27 @@ def serve(descriptor: int) -> None:
     """Carry out what comes over the socket, until it is closed."""
     from penstock.storage.objects import open_store
 
-    connection, lock, stores = Connection(descriptor), threading.Lock(), {}
+    connection, lock = Connection(descriptor), threading.Lock()
+    stores: dict[tuple[str, float], Any] = {}
 
-    def answer(number: int, work: Callable[[], Any]) -> None:
+    def carry_out(number: int, url: str, timeout_s: float, method: str, arguments: Any, options: Any) -> None:
+        result: Any
         try:
-            result = work()
+            store = stores.get((url, timeout_s))
+            if store is None:
+                store = stores[url, timeout_s] = open_store(url, timeout_s)
+            result = getattr(store, method)(*arguments, **options)
+            if method == "get":
+                result = Got({"size": result.meta["size"]}, bytes(result.buffer()))
+            elif method == "list":
+                result = list(result)
         except Exception as error:
             result = _Failed(type(error).__name__, type(error).__module__, str(error))
         with lock, contextlib.suppress(OSError):
             connection.send((number, result))
 
-    def carry_out(url: str, timeout_s: float, method: str, arguments: Any, options: Any) -> Any:
-        store = stores.get((url, timeout_s)) or stores.setdefault(
-            (url, timeout_s), open_store(url, timeout_s)
-        )
-        result = getattr(store, method)(*arguments, **options)
-        if method == "get":
-            return bytes(result.buffer())
-        return list(result) if method == "list" else result
-
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool, contextlib.suppress(EOFError, OSError):
+    pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE)
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            number, *request = connection.recv()
-            pool.submit(answer, number, lambda request=request: carry_out(*request))
-    os._exit(0)  # what it was asked for is wanted by nobody any more
+            pool.submit(carry_out, *connection.recv())
+    os._exit(0)  # what is under way is wanted by nobody any more

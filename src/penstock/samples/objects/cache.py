@@ -5,9 +5,10 @@ are whole or not there. Its data files are sparse: a chunk's bytes lie where the
 of ``held-*.bin`` says whether they are there. What is read is compared with the store's checksums, so that
 nothing depends on what a kill, or a power cut, has left behind; another process may take any of it away.
 
-Nothing is evicted of a store that some process has mounted. Of an epoch's order, what was just read is needed
-last: not again before the next epoch. What is there already is needed no later. So what finds no room is not
-kept: no choice fetches less of an epoch, and nothing is exchanged in vain.
+Of a store that some process has mounted nothing is evicted, but for the small files of another one. Of an
+epoch's order, what was just read is needed last: not again before the next epoch. What is there already is
+needed no later. So what finds no room is not kept: no choice fetches less of an epoch, and nothing is
+exchanged in vain.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import re
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +66,7 @@ class DiskCache:
         with self.checked():
             self.root.mkdir(parents=True, exist_ok=True)
             self._users = os.open(self.root / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            weakref.finalize(self, os.close, self._users).atexit = False
             with self._locked():
                 with contextlib.suppress(BlockingIOError):  # nobody else is here: count anew
                     fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,29 +96,32 @@ class DiskCache:
             failure.errno = error.errno
             raise failure from error
 
-    def open(self, manifest: bytes, sizes: Sequence[tuple[int, int]], tables_bytes: int) -> CachedStore:
+    def open(self, manifest: bytes, sizes: Sequence[tuple[int, int]]) -> CachedStore:
         """The folder of the store with this manifest, in use until it is closed.
 
-        sizes         of each data file its bytes, and its chunks
-        tables_bytes  of its small files: room is made for them
+        sizes   of each data file its bytes, and its chunks
 
-        Raises SampleError where there is no room.
+        Raises SampleError where it cannot be written.
         """
         key = hashlib.sha256(manifest).hexdigest()[:32]
-        folder = self.root / key
-        with self.checked(tables_bytes), self._locked():
-            is_new = not folder.exists()
-            over = self._used() + (tables_bytes if is_new else 0) - self.limit_bytes
-            if over > 0 and (over := over - self._evict(over, last=key)) > 0:
+        with self.checked(), self._locked():
+            if (over := self._used() - self.limit_bytes) > 0:
+                self._evict(over, last=key)
+            (self.root / key).mkdir(exist_ok=True)
+            return CachedStore(self, self.root / key, sizes)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Count so many bytes that are needed. Raises SampleError where they do not fit."""
+        with self._locked():
+            for in_use in (False, True):
+                if (over := self._used() + size_bytes - self.limit_bytes) > 0:
+                    self._evict(over, in_use=in_use)
+            if self._used() + size_bytes > self.limit_bytes:
                 raise SampleError(
-                    f"cache_disk is too small: the directory of this store alone takes "
-                    f"{format_bytes_up(tables_bytes)}, and other processes use "
-                    f"{format_bytes(self._used())} of {format_bytes(self.limit_bytes)}. Give a larger one"
+                    f"cache_disk={format_bytes(self.limit_bytes)} is too small: a store's directory needs "
+                    f"{format_bytes_up(self._used() + size_bytes)} with what is there. Give a larger one"
                 )
-            folder.mkdir(exist_ok=True)
-            if is_new:
-                self._set_used(self._used() + tables_bytes)
-            return CachedStore(self, folder, sizes)
+            self._set_used(self._used() + size_bytes)
 
     def reserve(self, size_bytes: int) -> bool:
         """Whether there is room for so many bytes, which are counted from then on."""
@@ -151,11 +157,6 @@ class DiskCache:
             f"{format_bytes(self._used())} that it has, and the rest comes from the server each time"
         )
 
-    def close(self) -> None:
-        if self._users >= 0:
-            os.close(self._users)
-            self._users = -1
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Alone among all threads and processes: each opens the file for itself."""
@@ -179,8 +180,10 @@ class DiskCache:
         found = [each for each in found if (each / "in-use").is_file() and not each.is_symlink()]
         return sorted(found, key=lambda each: (each / "in-use").stat().st_mtime)
 
-    def _evict(self, wanted_bytes: int, last: str = "") -> int:
+    def _evict(self, wanted_bytes: int, last: str = "", in_use: bool = False) -> int:
         """Take so many bytes from stores that nobody uses, that of the key ``last`` after all others.
+
+        in_use   of the data files of all stores: who reads them notices, and fetches again
 
         Returns how many there were. To be called with the lock.
         """
@@ -191,8 +194,9 @@ class DiskCache:
             with contextlib.suppress(OSError):
                 descriptor = os.open(folder / "in-use", os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    freed_bytes += _shrink(folder, wanted_bytes - freed_bytes)
+                    if not in_use:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    freed_bytes += _shrink(folder, wanted_bytes - freed_bytes, all_of_it=not in_use)
                 finally:
                     os.close(descriptor)
         self._set_used(self._used() - freed_bytes)
@@ -208,8 +212,8 @@ def _taken_bytes(folder: Path) -> int:
     return sum(each.stat().st_blocks * 512 for each in _files(folder))
 
 
-def _shrink(folder: Path, wanted_bytes: int) -> int:
-    """Cut data files from their end, then remove all. Returns the bytes that were freed."""
+def _shrink(folder: Path, wanted_bytes: int, all_of_it: bool) -> int:
+    """Cut data files from their end, then remove ``all_of_it``. Returns the bytes that were freed."""
     before = _taken_bytes(folder)
     for data in reversed([each for each in _files(folder) if each.name.startswith("data-")]):
         held = folder / data.name.replace("data-", "held-")
@@ -223,13 +227,13 @@ def _shrink(folder: Path, wanted_bytes: int) -> int:
             bits = np.frombuffer(file.read(), np.uint8).copy()
             step = data.stat().st_size // max(1, len(bits))
             keeps = max(0, (taken - (wanted_bytes - left)) // max(1, step))
-            there = np.flatnonzero(bits)
-            cut = int(there[keeps]) if keeps < len(there) else 0 if keeps == 0 else len(bits)
+            there = np.append(np.flatnonzero(bits), len(bits))
+            cut = int(there[min(keeps, len(there) - 1)])
             bits[max(0, cut - 1) :] = 0  # the one before leads into what is cut off
             file.seek(0)
             file.write(bits.tobytes())
         os.truncate(data, cut * step)
-    if (freed := before - _taken_bytes(folder)) >= wanted_bytes:
+    if (freed := before - _taken_bytes(folder)) >= wanted_bytes or not all_of_it:
         return freed
     for each in _files(folder):
         each.unlink()
@@ -244,25 +248,24 @@ class CachedStore:
     def __init__(self, cache: DiskCache, folder: Path, sizes: Sequence[tuple[int, int]]) -> None:
         """`DiskCache.open` does this."""
         self.cache, self.folder = cache, folder
-        self._in_use = os.open(folder / "in-use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._data: list[int] = []
+        self._opened: list[int] = []  # the data files, behind what says that the folder is in use
+        self._finalizer = weakref.finalize(self, _close_all, self._opened)
         self.held: list[npt.NDArray[np.uint8]] = []
-        try:
-            fcntl.flock(self._in_use, fcntl.LOCK_SH)
-            os.utime(self._in_use)
-            for number, (size_bytes, chunks) in enumerate(sizes):
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self._data.append(os.open(folder / data_file_name(number), flags, 0o666))
-                if os.fstat(self._data[-1]).st_size != size_bytes:
-                    os.ftruncate(self._data[-1], size_bytes)
-                self.held.append(_mapped_bits(folder / f"held-{number:05d}.bin", chunks))
-        except BaseException:
-            self.close()
-            raise
+        fcntl.flock(self._open("in-use"), fcntl.LOCK_SH)
+        os.utime(self._opened[0])
+        for number, (size_bytes, chunks) in enumerate(sizes):
+            descriptor = self._open(data_file_name(number))
+            if os.fstat(descriptor).st_size != size_bytes:
+                os.ftruncate(descriptor, size_bytes)
+            self.held.append(_mapped_bits(folder / f"held-{number:05d}.bin", chunks))
+
+    def _open(self, name: str) -> int:
+        self._opened.append(os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        return self._opened[-1]
 
     def descriptor(self, number: int) -> int:
         """Of a data file: of its bytes only what `held` says are there."""
-        return self._data[number]
+        return self._opened[1 + number]
 
     def keep(self, number: int, chunk: int, bit: int, begin: int, data: memoryview) -> None:
         """Write bytes of a data file from ``begin`` on, what ``bit`` says of a chunk, if they fit."""
@@ -274,7 +277,7 @@ class CachedStore:
         try:
             done = 0
             while done < data.nbytes:
-                done += os.pwrite(self._data[number], data[done:], begin + done)
+                done += os.pwrite(self._opened[1 + number], data[done:], begin + done)
         except OSError as error:
             self.cache.give_back(span)
             if error.errno not in _FULL:
@@ -289,9 +292,13 @@ class CachedStore:
             self.held[number][chunk] |= bit
 
     def close(self) -> None:
-        for descriptor in (*self._data, *((self._in_use,) if self._in_use >= 0 else ())):
-            os.close(descriptor)
-        self._data, self._in_use = [], -1
+        """Idempotent."""
+        self._finalizer()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _mapped_bits(path: Path, chunks: int) -> npt.NDArray[np.uint8]:

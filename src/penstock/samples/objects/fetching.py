@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
+from penstock.samples.failures import LOST
 from penstock.storage.objects import ObjectError
 
 logger = logging.getLogger("penstock")
@@ -58,10 +60,12 @@ class Fetcher:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """After the reader was closed: wait for what is being kept."""
+    def close(self) -> bool:
+        """After the reader was closed: wait for what is being kept. False: a request goes on."""
+        end_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(_CLOSE_S)
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (taken := self._reader.take_fetches(1, _LOOK_S)) is not None:
@@ -89,11 +93,12 @@ class Fetcher:
                 others.append(ticket)
                 return
             self._bringing[key] = []
-        data, failure = None, errno.EIO
+        data, failure = None, errno.ENODEV
         try:
             data = file.read(begin, end)
         except ObjectError as error:
-            failure = error.errno or errno.EIO
+            # Whatever it was, it says nothing of the sample: it counts as lost, not as damaged.
+            failure = error.errno if error.errno in LOST else errno.ENODEV
         except Exception:
             logger.exception("what a sample store needs could not be fetched")
         with self._lock:

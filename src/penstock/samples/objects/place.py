@@ -43,13 +43,13 @@ def object_places(url: str, timeout_s: float, cache: CacheOptions | None) -> lis
     bucket = Bucket(url, timeout_s)
     disk = None if cache is None else DiskCache(cache)
     place = ObjectPlace(bucket, disk)
+    try:
+        place.manifest()
+        return [place]
+    except SampleError as error:
+        if error.errno != errno.ENOENT or not bucket.is_writable:
+            raise
     with as_sample_errors():
-        try:
-            bucket.info(MANIFEST)
-            return [place]
-        except ObjectError as error:
-            if error.errno != errno.ENOENT or not bucket.is_writable:
-                raise
         folders = bucket.folders()
     names = partition_names(folders, bucket.url)
     if not names:
@@ -71,6 +71,7 @@ def as_sample_errors() -> Iterator[None]:
             errno.ENOENT: "Give the URL of a store",
             errno.EACCES: "Give yourself the right to it, or other credentials: the environment, a profile",
             errno.ESTALE: "The store was changed: mount it again",
+            errno.EFBIG: "It is no manifest: give the URL of a store",
         }
         remedy = remedies.get(error.errno or 0, "Look at the server and the network")
         failure = SampleError(f"{error.strerror}. {remedy}")
@@ -104,10 +105,7 @@ class ObjectPlace(Place):
         if self._manifest is None:
             path = self.path_of(MANIFEST)
             with as_sample_errors():
-                size_bytes = self._bucket.info(MANIFEST).size_bytes
-                if size_bytes > LARGEST_MANIFEST_BYTES:
-                    raise InvalidFile(f"{path} has {size_bytes} bytes: it is no manifest. {AGAIN}")
-                self._text = bytes(self._bucket.read(MANIFEST, 0, size_bytes))
+                self._text = bytes(self._bucket.read(MANIFEST, most_bytes=LARGEST_MANIFEST_BYTES))
             self._manifest = decoded_manifest(self._text, path)
             check_partition(self._manifest, self.name, str(self))
         return self._manifest
@@ -128,6 +126,7 @@ class ObjectPlace(Place):
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
+                    store.cache.make_room(wanted_bytes)
                     part = path.with_name(f"{name}.{os.getpid()}.part")
                     data = self._fetched(name, wanted_bytes)
                     with open(part, "wb") as file:
@@ -188,8 +187,7 @@ class ObjectPlace(Place):
         if self._disk is not None and self._cached is None:
             manifest = self.manifest()
             sizes = [(each.chunks * manifest.chunk_bytes, each.chunks) for each in manifest.data_files]
-            tables_bytes = sum(each.size_bytes for each in manifest.files.values())
-            self._cached = self._disk.open(self._text, sizes, tables_bytes)
+            self._cached = self._disk.open(self._text, sizes)
         return self._cached
 
     def _info(self, name: str) -> ObjectInfo:

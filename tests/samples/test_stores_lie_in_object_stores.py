@@ -1,0 +1,361 @@
+"""A store in S3, or behind HTTP, gives what it gives from a folder, whatever happens to the server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import samples
+from penstock.errors import InvalidArgument, SampleError
+from penstock.storage.objects import Bucket
+from tests.support.object_servers import S3, SECRET_KEY, HttpServer, free_ports
+from tests.support.sample_stores import epoch, some_samples
+from tests.support.stores import write_store
+
+pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
+
+# Also samples of several chunks, and of a long edge.
+CONTENT = [*some_samples(150), *((f"large/{n}", bytes([n]) * (3000 + 4500 * n)) for n in range(1, 5))]
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    write_store(tmp_path / "packed", CONTENT, data_file_bytes=70_000)
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def served(packed: Path) -> Iterator[HttpServer]:
+    with HttpServer(packed) as server:
+        yield server
+
+
+@pytest.fixture
+def url(s3: S3, packed: Path, request: pytest.FixtureRequest) -> str:
+    """Of the store, uploaded."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+    url = s3.url(f"stores/{name}")
+    samples.upload(packed, url)
+    return url
+
+
+def bits(store: samples.Store, **sequence: Any) -> list[tuple[list[int], bytes]]:
+    """The batches of an epoch."""
+    store.sequence(**sequence)
+    found = []
+    while (batch := store.bread(7)) is not None:
+        found.append((batch.indices.tolist(), batch.data.tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["bare", "cached"])
+@pytest.mark.parametrize("order", ["chunk", "full"])
+@pytest.mark.parametrize("cache_bytes", ["64KiB", "16MiB"])
+def test_batches_have_the_bits_of_a_folder(
+    url: str, packed: Path, tmp_path: Path, order: str, cache_bytes: str, cached: bool
+) -> None:
+    there: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cached else {}
+    here = samples.mount(packed, order, cache_bytes)
+    for _ in range(2):  # with what the first mount has kept
+        with samples.mount(url, order, cache_bytes, **there) as store:
+            assert list(store.names()) == list(here.names()) and store.identity == here.identity
+            for number in range(2):
+                assert bits(store, epoch=number, seed=5) == bits(here, epoch=number, seed=5)
+            batch = store.read_many([3, 151, 3, 0])
+            assert [bytes(each) for each in batch] == [CONTENT[index][1] for index in (3, 151, 3, 0)]
+            assert store.read("large/4") == CONTENT[-1][1]
+    with samples.mount(url, order, cache_bytes, **there) as store:
+        bits(store)
+        assert (store.counters()["requests"] == 0) == cached
+
+
+def test_http_is_mounted(served: HttpServer, tmp_path: Path) -> None:
+    for _ in range(2):
+        with samples.mount(served.url, cache_bytes="64KiB", cache_dir=tmp_path / "cache") as store:
+            assert epoch(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+    with pytest.raises(SampleError, match=r"x/store.json cannot be read: .*404"):
+        samples.mount(f"{served.url}/x")
+    assert not samples.verify(served.url).damaged
+
+
+def test_partitions_are_one_store(s3: S3, tmp_path: Path) -> None:
+    for rank in range(2):
+        samples.pack(CONTENT, tmp_path / "parts", rank=rank, world=2, chunk_bytes=4096)
+    url = s3.url("stores/partitions")
+    done = samples.upload(tmp_path / "parts", url)
+    assert done.samples == len(CONTENT)
+    with samples.mount(url) as store, samples.mount(tmp_path / "parts") as here:
+        assert bits(store) == bits(here)
+    Bucket(url).delete(["part-00001-of-00002/store.json"])
+    with pytest.raises(SampleError, match=r"part-00001-of-00002/store.json cannot be read"):
+        samples.mount(url)
+
+
+def test_an_upload_goes_on_and_replaces_only_what_it_may(s3: S3, packed: Path, tmp_path: Path) -> None:
+    url = s3.url("stores/upload")
+    bucket = Bucket(url)
+    bucket.write("mine.txt", b"mine")
+
+    def stop(durable_bytes: int, total_bytes: int) -> None:
+        if durable_bytes > total_bytes // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        samples.upload(packed, url, progress=stop)
+    with pytest.raises(SampleError, match=r"no sample store.*goes on by the same command"):
+        samples.mount(url)
+    done = samples.upload(packed, url)
+    assert 0 < done.written_bytes < done.size_bytes == sum(os.path.getsize(p) for p in packed.iterdir())
+    assert samples.upload(packed, url).written_bytes == 0
+    write_store(tmp_path / "other", some_samples(30, seed=1))
+    with pytest.raises(SampleError, match=f"{url} holds another store: nothing was written"):
+        samples.upload(tmp_path / "other", url)
+    samples.upload(tmp_path / "other", url, overwrite=True)
+    assert set(bucket.listed()) == {"mine.txt", *(path.name for path in (tmp_path / "other").iterdir())}
+    with samples.mount(url) as store:
+        assert len(store) == 30
+    (tmp_path / "other" / "names.bin").write_bytes(bytes((tmp_path / "other" / "names.bin").stat().st_size))
+    with pytest.raises(Exception, match=r"names.bin is damaged"):
+        samples.upload(tmp_path / "other", s3.url("stores/damaged"))
+
+
+def test_packing_and_unpacking_say_that_they_want_a_folder(s3: S3, url: str) -> None:
+    for work in (lambda: samples.pack(CONTENT, s3.url("x")), lambda: samples.unpack(url, s3.url("x"))):
+        with pytest.raises(InvalidArgument, match="is not a local folder"):
+            work()
+
+
+def test_workers_and_copies_read_too(url: str, tmp_path: Path) -> None:
+    with samples.mount(url, cache_bytes="64KiB", cache_dir=tmp_path / "cache") as store:
+        assert store.read(0) == CONTENT[0][1]  # so that a fork finds threads of obstore
+        loader = torch.utils.data.DataLoader(
+            samples.Loader(store, batch_size=7),
+            batch_size=None,
+            num_workers=2,
+            multiprocessing_context="fork",
+        )
+        seen = [index for batch in loader for index in batch["indices"].tolist()]
+        assert sorted(seen) == list(range(len(CONTENT)))
+        with pickle.loads(pickle.dumps(store)) as copy:
+            assert bits(copy) == bits(store)
+
+
+# -- trouble -------------------------------------------------------------------------------------
+
+
+def test_a_server_that_goes_and_comes_back_costs_no_sample(served: HttpServer, packed: Path) -> None:
+    with samples.mount(packed, cache_bytes="64KiB") as here:
+        wanted = bits(here)
+    with samples.mount(served.url, cache_bytes="64KiB") as store:
+        store.sequence()
+        first = store.bread(7)
+        assert first is not None
+        served.__exit__()
+        again = list[HttpServer]()
+        back = threading.Timer(1.0, lambda: again.append(HttpServer(served.folder, served.port)))
+        back.start()
+        found = [(first.indices.tolist(), first.data.tobytes())]
+        while (batch := store.bread(7)) is not None:
+            found.append((batch.indices.tolist(), batch.data.tobytes()))
+        back.join()
+        for server in again:
+            server.__exit__()
+        assert found == wanted
+
+
+def test_answers_of_an_overloaded_server_cost_no_sample(served: HttpServer) -> None:
+    with samples.mount(served.url, cache_bytes="64KiB") as store:
+        statuses = [503, 429, "drop", 500, None, None]
+        served.answer = lambda path, number: statuses[number % len(statuses)]
+        assert epoch(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+
+
+@pytest.mark.parametrize("on_damage", ["raise", "skip"])
+def test_a_server_that_stays_away_is_one_error_which_names_the_object(
+    served: HttpServer, on_damage: str
+) -> None:
+    with samples.mount(served.url, cache_bytes="64KiB", on_damage=on_damage, timeout_s=2) as store:
+        served.answer = lambda path, number: 503
+        with pytest.raises(SampleError, match=rf"{served.url}/data-0000\d.bin.*answers 503") as caught:
+            epoch(store)
+        assert "Once it is back" in str(caught.value)
+        assert store.damaged == []
+        served.answer = lambda path, number: None
+        assert epoch_of(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+
+
+def epoch_of(store: samples.Store) -> dict[int, bytes]:
+    store.sequence()
+    return epoch(store)
+
+
+def test_a_store_that_changes_under_a_mount_is_an_error(served: HttpServer, packed: Path) -> None:
+    with samples.mount(served.url, cache_bytes="64KiB") as store:
+        for path in packed.glob("data-*.bin"):
+            path.write_bytes(os.urandom(path.stat().st_size))
+        with pytest.raises(SampleError, match="changed under this mount: mount it again"):
+            epoch(store)
+
+
+@pytest.mark.parametrize("gone", ["data-00000.bin", "sums.bin", "data-00002.bin"])
+def test_a_missing_object_is_named(s3: S3, url: str, gone: str) -> None:
+    store = samples.mount(url, cache_bytes="64KiB")
+    Bucket(url).delete([gone])
+    with pytest.raises(SampleError, match=f"{url}/{gone} cannot be read: .*404"):
+        samples.mount(url)
+    if gone.startswith("data"):
+        with store, pytest.raises(SampleError, match=f"{url}/{gone}.*404"):
+            epoch(store)
+
+
+def test_credentials_are_in_no_error_and_no_pickle(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = samples.mount(url)
+    with pytest.raises(SampleError, match=r"no-such-bucket.*NoSuchBucket"):
+        samples.mount("s3://no-such-bucket/x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sesame-open")
+    with pytest.raises(SampleError, match=f"{url}/store.json cannot be read: .*403") as caught:
+        samples.mount(url)
+    assert "sesame" not in f"{caught.value!r}" and SECRET_KEY.encode() not in pickle.dumps(store)
+    (port,) = free_ports(1)
+    with pytest.raises(SampleError, match=rf"127.0.0.1:{port}/x/store.json.*cannot be reached"):
+        samples.mount(f"http://127.0.0.1:{port}/x", timeout_s=1)
+
+
+# -- the cache on disk ---------------------------------------------------------------------------
+
+
+def cached_files(cache: Path) -> list[Path]:
+    return [path for path in cache.rglob("*") if path.is_file()]
+
+
+def taken_bytes(cache: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in cached_files(cache))
+
+
+def test_what_is_damaged_on_disk_is_fetched_again(url: str, packed: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with samples.mount(packed, cache_bytes="64KiB") as here:
+        wanted = [bits(here, epoch=number) for number in range(2)]
+    random = np.random.default_rng(0)
+    with samples.mount(url, cache_bytes="64KiB", cache_dir=cache, verify=False) as store:
+        assert bits(store) == wanted[0]
+    for path in cached_files(cache):
+        if path.suffix == ".bin" and not path.name.startswith("held"):
+            data = bytearray(path.read_bytes())
+            for at in random.integers(0, len(data), 9).tolist():
+                data[at] ^= 1 + int(random.integers(255))
+            path.write_bytes(data)
+    with samples.mount(url, cache_bytes="64KiB", cache_dir=cache, verify=False) as store:
+        assert bits(store, epoch=1) == wanted[1]
+        assert store.counters()["requests"] > 0
+        requests = store.counters()["requests"]
+        assert bits(store) == wanted[0] and store.counters()["requests"] == requests
+        assert list(store.names()) == [name for name, _ in CONTENT]
+
+
+def test_a_cache_that_is_too_small_is_bounded_and_never_thrashes(url: str, tmp_path: Path) -> None:
+    """Every epoch fetches what the cache cannot hold, once: no choice of what to keep fetches less."""
+    cache, limit = tmp_path / "cache", 160 << 10
+    with samples.mount(url, cache_bytes="32KiB") as store:
+        bits(store)
+        whole = store.counters()
+    with samples.mount(url, cache_bytes="32KiB", cache_dir=cache, cache_disk=limit) as store:
+        fetched = []
+        for number in range(4):
+            before = store.counters()["fetched_bytes"]
+            assert len(bits(store, epoch=number)) > 0
+            fetched.append(store.counters()["fetched_bytes"] - before)
+            assert taken_bytes(cache) <= limit
+        assert fetched[0] == whole["fetched_bytes"]
+        assert fetched[1] == fetched[2] == fetched[3] < 0.7 * fetched[0]
+        held = sum(int(np.count_nonzero(np.fromfile(path, np.uint8))) for path in cache.rglob("held-*"))
+        assert held > 0
+
+
+def test_stores_that_nobody_uses_make_room_and_nothing_else_does(s3: S3, tmp_path: Path) -> None:
+    cache, urls = tmp_path / "cache", [s3.url(f"stores/room-{number}") for number in range(2)]
+    for number, url in enumerate(urls):
+        write_store(tmp_path / f"{number}", some_samples(150, seed=number), chunk_bytes=16384)
+        samples.upload(tmp_path / f"{number}", url)
+    (cache / "penstock-samples" / ("0" * 32)).mkdir(parents=True)
+    strangers = [cache / "mine.bin", cache / "penstock-samples" / ("0" * 32) / "data-00000.bin"]
+    for path in strangers:
+        path.write_bytes(bytes(1 << 20))
+    limit = 300 << 10  # for one of them
+    with samples.mount(urls[0], cache_dir=cache, cache_disk=limit) as store:
+        bits(store)
+        mine = next(path.parent for path in cache.rglob("in-use"))
+        (mine / "notes.txt").write_text("of somebody else")
+        with samples.mount(urls[1], cache_dir=cache, cache_disk=limit) as other:
+            bits(other)
+        before = store.counters()["requests"]
+        bits(store, epoch=1)
+        assert store.counters()["requests"] <= before + 8  # only the other's small files took some room
+    for _ in range(2):
+        with samples.mount(urls[1], cache_dir=cache, cache_disk=limit) as other:
+            bits(other)
+    with samples.mount(urls[1], cache_dir=cache, cache_disk=limit) as other:
+        bits(other, epoch=2)
+        assert other.counters()["requests"] == 0
+    assert (mine / "notes.txt").exists() and all(path.stat().st_size == 1 << 20 for path in strangers)
+    shutil.rmtree(cache / "penstock-samples" / ("0" * 32))
+    (cache / "mine.bin").unlink()
+    assert taken_bytes(cache) <= limit + 4096
+
+
+def _read(url: str, cache: Path, seed: int, queue: Any) -> None:
+    with samples.mount(url, cache_bytes="32KiB", cache_dir=cache) as store:
+        queue.put((bits(store, seed=seed), store.counters()["requests"]))
+
+
+@pytest.mark.slow
+def test_processes_share_a_cache_and_a_kill_leaves_it_whole(url: str, packed: Path, tmp_path: Path) -> None:
+    context, cache = multiprocessing.get_context("spawn"), tmp_path / "cache"
+    queue = context.Queue()
+    children = [context.Process(target=_read, args=(url, cache, seed, queue)) for seed in range(3)]
+    for child in children:
+        child.start()
+    found = [queue.get(timeout=120) for _ in children]
+    with samples.mount(packed, cache_bytes="32KiB") as here:
+        wanted = [bits(here, seed=seed) for seed in range(3)]
+        assert sorted(batches for batches, _ in found) == sorted(wanted)
+        for child in children:
+            child.join(60)
+        with samples.mount(url, cache_bytes="32KiB", cache_dir=cache) as store:
+            assert bits(store) == wanted[0] and store.counters()["requests"] == 0
+        shutil.rmtree(cache)
+        for after_s in (0.0, 0.02, 0.1):
+            child = context.Process(target=_read_for_ever, args=(url, cache, queue))
+            child.start()
+            queue.get(timeout=60)
+            threading.Event().wait(after_s)
+            child.kill()
+            child.join()
+            with samples.mount(url, cache_bytes="32KiB", cache_dir=cache) as store:
+                assert bits(store) == wanted[0]
+
+
+def _read_for_ever(url: str, cache: Path, queue: Any) -> None:
+    with samples.mount(url, cache_bytes="32KiB", cache_dir=cache) as store:
+        queue.put("mounted")
+        while True:
+            bits(store)
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", Path("/proc/penstock")):
+        with pytest.raises(SampleError, match=f"cache_dir='{folder}' cannot be used: "):
+            samples.mount(url, cache_dir=folder)
+    with pytest.raises(SampleError, match=r"cache_disk=4.00 KiB is too small: a store.s directory needs"):
+        samples.mount(url, cache_dir=tmp_path / "cache", cache_disk=4096)
