@@ -18,6 +18,7 @@ from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import Loader, filtered, mapped, merge_states, mount
 from penstock.samples.decode import Sample
 from penstock.samples.epochs import from_state
+from tests.support.orders import native
 from tests.support.stores import write_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -97,6 +98,19 @@ def test_a_function_is_called_once_for_each_sample(folder: Path) -> None:
     assert filtered(store(folder), chosen.kept[1:]).identity != chosen.identity
     list(Loader(chosen, 8))
     assert len(called) == SAMPLES
+
+
+@pytest.mark.parametrize("order", ["chunk", "full"])
+def test_the_order_is_that_of_the_kept_samples_numbered_through(folder: Path, order: str) -> None:
+    kept = np.flatnonzero(np.random.default_rng(0).random(SAMPLES) < 0.4)
+    source = store(folder, order)
+    firsts = np.searchsorted(kept, source.firsts).astype(np.uint64)
+    for replica in range(3):
+        numbers = native(
+            order, firsts, seed=5, epoch=2, replicas=3, replica=replica, slots=source.slots, after=()
+        )
+        source.sequence(seed=5, epoch=2, replica=replica, replicas=3, kept=kept)
+        assert source.bread(SAMPLES).indices.tolist() == kept[numbers.take(SAMPLES)].tolist()
 
 
 def test_chunks_without_kept_samples_are_not_read(folder: Path) -> None:

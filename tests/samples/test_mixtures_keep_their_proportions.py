@@ -266,6 +266,7 @@ def test_weights_change_where_they_say_over_all_epochs(many: Path) -> None:
 def test_by_default_an_epoch_shows_every_sample(folder: Path) -> None:
     a, b, c = stores(folder)
     assert len(Mixture({a: 64, b: 40, c: 3})) == 107
+    assert Mixture({a: np.float32(0.64), b: 0.4, c: 0.03}).draws() == (64, 40, 3)
     mixture = Mixture({a: 1, b: 1, c: 2})
     assert mixture.draws() == (64, 64, 128)
     # Nothing is drawn from b later: all of it is seen before.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import (
@@ -28,6 +29,8 @@ from penstock.samples import (
 )
 from penstock.samples.epochs import from_state
 from tests.support.stores import write_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
 def token_store(folder: Path, lengths: list[int]) -> list[list[int]]:
@@ -152,6 +155,17 @@ def test_a_position_goes_on_in_the_middle(folder: Path) -> None:
     found = [source.bread(size).indices.tolist() for size in sizes]  # type: ignore[union-attr]
     assert list(itertools.chain(*found)) == list(itertools.chain(*whole))
     assert source.bread(1) is None and source.taken == len(source)
+
+
+def test_workers_share_the_blocks(folder: Path) -> None:
+    loader = loader_of(folder, 3)
+    again = pickle.loads(pickle.dumps(packed(mount(folder), 64, tokens="uint16", window=40)))
+    assert again.identity == loader.store.identity and len(again) == len(loader.store)
+    for _ in range(2):
+        batches = DataLoader(loader, batch_size=None, num_workers=2)
+        assert sorted(itertools.chain(*batches)) == list(range(len(again)))
+    blocks = DataLoader(Loader(again, 3), batch_size=None, num_workers=1)
+    assert sum(len(batch["labels"]) for batch in blocks) == len(again)
 
 
 def test_fields_functions_filters_and_mixtures(tmp_path: Path) -> None:

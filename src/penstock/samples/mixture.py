@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -358,9 +359,9 @@ def _not_empty(weights: Any) -> Weights:
 def _shares(weights: Weights, sources: Sequence[Source]) -> tuple[Fraction, ...]:
     """Of each source, exactly, with the sum 1."""
     for source, weight in weights.items():
-        if not isinstance(weight, int | float | Fraction) or not math.isfinite(weight) or weight < 0:
+        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
             raise InvalidArgument(f"the weight {weight!r} of {source!r} is not possible: give 0 or more")
-    exact = [Fraction(weights.get(source, 0)) for source in sources]
+    exact = [Fraction(str(weights.get(source, 0))) for source in sources]  # 0.1 is a tenth
     if not (total := sum(exact)):
         raise InvalidArgument("the weights of a mixture sum to zero: give at least one of them more than 0")
     return tuple(weight / total for weight in exact)

@@ -50,6 +50,9 @@ first number from 1 + draw(k, 1) % min(m - 1, 2^20) on that has no divisor in co
 After earlier segments, the pool is what they left, replica by replica, and in a replica in the order of its
 items: of those that were begun, the rest.
 
+**Of some samples only** (`Store.sequence(kept=...)`), the n that are kept are numbered through, chunk by
+chunk; the order is that of n samples in as many chunks, and number i is sample kept[i].
+
 **How well an order mixes** is two numbers, each beside the one that a full shuffle gives on average:
 
 - *distinct*: from how many chunks a batch draws. The same for equal ranges of the stored order, such as
