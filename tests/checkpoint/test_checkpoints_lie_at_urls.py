@@ -24,6 +24,7 @@ from penstock import checkpoint, cli
 from penstock.checkpoint import Manager
 from penstock.storage.objects import Bucket
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer
+from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
 
 
@@ -229,6 +230,41 @@ def test_a_killed_process_leaves_its_newest_checkpoint_whole(folder: str) -> Non
         assert not found or found[-1].step >= last
         last = found[-1].step if found else last
     assert last, "some were saved in between"
+
+
+def test_a_damaged_object_is_not_copied(folder: str, tmp_path: Path) -> None:
+    checkpoint.save({"a": numbers(3_000_000)}, f"{folder}/state.safetensors")
+    data = bytearray(Bucket(folder).read("state.safetensors"))
+    data[9_000_000] ^= 1
+    Bucket(folder).write("damaged.safetensors", bytes(data))
+    there = tmp_path / "there.safetensors"
+    checkpoint.save({"a": 1}, there)
+    with pytest.raises(penstock.InvalidCheckpoint, match="the checksum of a is not"):
+        checkpoint.convert(f"{folder}/damaged.safetensors", there, overwrite=True)
+    assert checkpoint.load(there) == {"a": 1} and os.listdir(tmp_path) == ["there.safetensors"]
+    with pytest.raises(penstock.CheckpointError, match="Create the directory"):
+        checkpoint.convert(f"{folder}/state.safetensors", tmp_path / "none" / "a.safetensors")
+
+
+def test_a_budget_is_filled_from_a_url(folder: str, tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """The weights are more than twice the budget."""
+
+    def build(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(12)))
+
+    saved = build(1).state_dict()
+    checkpoint.save(saved, f"{folder}/model.safetensors")
+    model = build(2)
+    with penstock.offload(
+        model, device_budget="20MiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
+    ) as run:
+        checkpoint.load(f"{folder}/model.safetensors", into=model)
+        with run.step():
+            model(torch.ones(1, 1000)).sum().backward()
+            model.zero_grad()
+        assert run.report().peak_bytes <= 20 << 20
+    assert all(same(value, saved[name]) for name, value in model.state_dict().items())
 
 
 # -- HTTP, the command line, errors ----------------------------------------------------------------

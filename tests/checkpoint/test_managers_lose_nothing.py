@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +46,10 @@ def state_of(versions: Sequence[int]) -> dict[str, Any]:
 
 def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name != ".penstock.lock"]
 
 
 # -- what stays ------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ def test_every_checkpoint_that_is_left_loads(
         extra = sum(each.size_bytes for each in found if each.step not in kept)
         assert extra <= 2 * sum(each.tensor_bytes for each in found if each.step in kept)
     manager.close()
-    assert all(re.fullmatch(r"step-\d{10}\.safetensors", path.name) for path in folder.iterdir())
+    assert all(re.fullmatch(r"step-\d{10}\.safetensors", name) for name in left_in(folder))
 
 
 def test_what_is_frozen_is_written_once(tmp_path: Path) -> None:
@@ -275,13 +280,45 @@ def test_a_child_does_not_keep_the_directory(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         os.close(writer)
-        os.read(reader, 1)
-        os._exit(0)
+        try:
+            manager.save({}, 1)
+        except penstock.InvalidArgument:
+            os.read(reader, 1)
+            os._exit(0)
+        os._exit(1)
     manager.close()
     Manager(tmp_path).close()
     os.close(writer)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0, "a child cannot save with it"
     os.close(reader)
+
+
+def test_threads_save_one_after_the_other(tmp_path: Path) -> None:
+    """A save that saw files go which it refers to would be lost."""
+    frozen, steps, errors = numbers(200_000), iter(range(1, 1000)), []
+    with Manager(tmp_path, keep_last=1) as manager:
+        turn = threading.Lock()
+
+        def save() -> None:
+            try:
+                for _ in range(8):
+                    with turn:
+                        step = next(steps)
+                        handle = manager.save({"frozen": frozen + step // 4, "step": step}, step)
+                    handle.wait()
+                    manager.wait()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=save) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors and manager.steps()[-1] == 24
+        for each in checkpoint.ls(tmp_path):
+            state = {"frozen": frozen + each.step // 4, "step": each.step}
+            assert same(checkpoint.load(each.path), state)
 
 
 @pytest.mark.parametrize(
@@ -424,6 +461,4 @@ def test_a_killed_process_leaves_its_newest_checkpoint_whole(how: str, tmp_path:
         assert len(found) <= 2 + last // 50 + 3
     assert last > 8, "some were saved in between"
     Manager(tmp_path / "run").close()
-    assert all(path.name.startswith("step-") for path in (tmp_path / "run").iterdir()), (
-        "nothing hidden is left"
-    )
+    assert all(name.startswith("step-") for name in left_in(tmp_path / "run")), "nothing hidden is left"

@@ -16,7 +16,7 @@ from penstock.checkpoint.header import DEVICES, FOR_TORCH
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.source import PathLike, Source, place_of
-from penstock.errors import InvalidArgument
+from penstock.errors import CheckpointError, InvalidArgument
 from penstock.storage.objects import is_object_url
 
 _OWN_SUFFIXES = (".safetensors",)
@@ -132,9 +132,9 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     destination   ``.safetensors`` for penstock's format, ``.pt``, ``.pth`` or ``.bin`` for torch's
     overwrite     replace a file that is there, which may be the source; else it is an error
 
-    The source is verified and mapped (one at a URL is read into memory), and its tensors go from there to the
-    destination. They lose the
-    devices they were saved from. Returns what the destination holds. Raises as `load` and `save` do.
+    The source is verified and mapped, and its tensors go from there to the destination. They lose the devices
+    they were saved from. What lies at a URL is copied to a file as it is, unless others wrote it or it is an
+    increment: then it is read into memory. Returns what the destination holds. Raises as `load` and `save`.
     """
     from penstock.checkpoint.loading import load
     from penstock.checkpoint.saving import save
@@ -152,6 +152,11 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
         raise InvalidArgument(
             f"{place} exists: give another path, or have it replaced (overwrite=True, --overwrite)"
         )
+    with Source(source) as opened:
+        is_own = not opened.is_torch and opened.header.written_by_penstock and not opened.header.elsewhere
+        if opened.is_object and is_own and isinstance(place, Path) and suffix in _OWN_SUFFIXES:
+            _download(opened, place)
+            return info(place)
     found = info(source)
     state = load(source, "cpu", mmap=None if is_object_url(source) else True)
     if isinstance(place, ObjectPath) or suffix in _OWN_SUFFIXES:
@@ -159,6 +164,24 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     else:
         _save_torch(state, place, found.tensor_bytes)
     return info(destination)
+
+
+def _download(source: Source, path: Path) -> None:
+    """Copy an object to a file as it is, whole or not at all. Raises CheckpointError."""
+    from penstock.checkpoint import reading
+
+    committed = False
+    try:
+        with Replacement(path, source.size_bytes) as replacement:
+            reading.copy_to(source, replacement.file.buffered)
+            try:
+                replacement.commit(source.size_bytes)
+            finally:
+                committed = replacement.committed
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise cannot_write(path, error, source.size_bytes, None, committed) from error
 
 
 def _save_torch(state: Any, path: Path, tensor_bytes: int) -> None:

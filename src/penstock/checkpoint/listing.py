@@ -21,6 +21,8 @@ from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError
 from penstock.storage.objects import Bucket, ObjectError, is_object_url
 
+_LOCK = ".penstock.lock"
+
 # Objects' names end with what makes them unique.
 _NAME = re.compile(r"step-([0-9]{10,18})(-[0-9a-f]{8})?\.safetensors")
 
@@ -128,7 +130,10 @@ class Folder:
             if not self.path.is_dir():
                 os.makedirs(self.path)
                 sync_folder(self.path.parent)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # A file: NFS locks no directories.
+            self._lock = os.open(
+                self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+            )
             _held.add(self)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -138,8 +143,18 @@ class Folder:
                     f"another manager has {self.path}: close it, end its process, or give another directory. "
                     "penstock.checkpoint.ls looks at the checkpoints there meanwhile"
                 ) from None
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise CheckpointError(
+                    f"the file system of {self.path} has no locks, without which two managers could remove "
+                    "each other's files: mount it with locks (flock), or give a directory on another one"
+                ) from None
             raise cannot_write(self.path / self.name_of(0), error, 0) from error
         remove_stale(self.path, lambda name: _NAME.fullmatch(name) is not None)
+
+    @property
+    def is_held(self) -> bool:
+        """Between `acquire` and `release`, and not in a child of fork."""
+        return self._lock >= 0
 
     def release(self, *, in_child: bool = False) -> None:
         lock, self._lock = self._lock, -1
@@ -154,6 +169,7 @@ class Objects:
     other's; and what others may remove is not referred to, so that they break nothing."""
 
     is_exclusive = False
+    is_held = True
 
     def __init__(self, url: str) -> None:
         self.path = Bucket(url)

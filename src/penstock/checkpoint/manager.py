@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,8 @@ class Manager(files.Closing):
                 raise InvalidArgument(f"{name} is {number!r}: give a whole number from 1")
         self._keep_last, self._keep_every, self._io = keep_last, keep_every, io
         self._folder = folder_of(directory)
-        self._handle: SaveHandle | None = None
+        self._handle: SaveHandle | None = None  # of a save that may be going on
+        self._busy = threading.RLock()  # one thread at a time saves, or waits
         self._is_closed = False
         self._folder.acquire()
         try:
@@ -107,8 +109,14 @@ class Manager(files.Closing):
         Raises as `penstock.save`; also the error of the save before, unless its handle was asked for it: then
         ``state`` was not saved, and the next call tries again.
         """
-        if self._is_closed:
-            raise InvalidArgument(f"the manager of {self._folder.path} is closed: make another one")
+        with self._busy:
+            return self._save(state, step, metadata, wait)
+
+    def _save(self, state: Any, step: int, metadata: Metadata, wait: bool) -> SaveHandle:
+        if self._is_closed or not self._folder.is_held:
+            raise InvalidArgument(
+                f"the manager of {self._folder.path} is closed, or its process was forked: make another one"
+            )
         if type(step) is not int or not 0 <= step < 10**18:
             raise InvalidArgument(f"step is {step!r}: give a whole number from 0")
         self.wait()
@@ -133,12 +141,12 @@ class Manager(files.Closing):
     def wait(self) -> None:
         """Wait until nothing is being saved. Raises the error of the last save, unless its handle was asked
         for it."""
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            if not handle.was_asked:
-                handle.wait()
-            else:
-                handle.exception()
+        with self._busy:
+            handle = self._handle
+            error = None if handle is None or handle.was_asked else handle.exception()
+            self._handle = None  # not where the wait was interrupted
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Wait as `wait` does. The directory is free for another manager then."""
@@ -146,7 +154,8 @@ class Manager(files.Closing):
         try:
             self.wait()
         finally:
-            self._folder.release()
+            if self._handle is None:  # else the wait was interrupted, and the save goes on
+                self._folder.release()
 
     def _unchanged(self, stored: Sequence[Stored]) -> tuple[Mapping[str, int], Mapping[str, Reference]]:
         """The sums of all tensors, and where those lie that need not be written."""

@@ -140,6 +140,35 @@ def verify_all(source: Source) -> None:
     fill(source, _nowhere, source.is_cached)
 
 
+def copy_to(source: Source, descriptor: int) -> None:
+    """Write the file as it is to an open one, and compare all checksums. Not for increments.
+
+    Raises as `fill`, and OSError where it cannot be written.
+    """
+    (volume,) = source.volumes
+    checksums, pool = Checksums(source.header.entries), BufferPool()
+
+    def take(_: Piece) -> tuple[int, object]:
+        buffer = pool.take()
+        return buffer.address, buffer
+
+    def use(piece: Piece, address: int) -> None:
+        for part in piece.parts:
+            checksums.add(part, crc32c_at(address + part.offset - piece.offset, part.size_bytes))
+        # What is before the first piece is the header, which has its own checksum.
+        write_fully(descriptor, view_at(address, piece.end - piece.offset, writable=False), piece.offset)
+
+    write_fully(descriptor, memoryview(source.raw_header()), 0)
+    _read(source, _pieces(volume), take, use, pool.give)
+    _raise_damaged(source, checksums.damaged())
+
+
+def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
 def fill(
     source: Source,
     destination: Destination,

@@ -156,6 +156,10 @@ class Source(files.Closing):
             )
         return is_zip
 
+    def raw_header(self) -> bytes:
+        """The bytes before the data."""
+        return self._open.read(0, self.header.data_offset)
+
     @cached_property
     def header(self) -> Header:
         """What the file holds. Raises InvalidCheckpoint where it is none, or its header is damaged."""
