@@ -313,6 +313,28 @@ def test_formats_and_places_mix(tmp_path: Path) -> None:
             store.close()
 
 
+@settings(max_examples=20)
+@given(damaged=st.sets(st.integers(0, 39)), batch_size=st.integers(1, 9), tiny=st.integers(1, 3))
+def test_damaged_samples_are_left_out_and_nothing_else(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, damaged: set[int], batch_size: int, tiny: int
+) -> None:
+    other = tmp_path_factory.mktemp("damaged")
+    write_store(other, [(str(i), bytes([i]) * 100) for i in range(40)])
+    with open(other / "data-00000.bin", "r+b") as file:
+        for index in damaged:
+            file.seek(100 * index)
+            file.write(b"\xff")
+    whole, partly = mount(folder / "1"), mount(other, "full", on_damage="skip")
+    mixture = Mixture({whole: 40, partly: 40 * tiny}, samples_per_epoch=40 + 40 * tiny)
+    seen = Counter(
+        flat(received(Loader(mixture, batch_size, decode_batch=lambda batch: batch.indices.tolist())))
+    )
+    assert seen == Counter(
+        [*range(40), *(40 + i for i in range(40) if i not in damaged for _ in range(tiny))]
+    )
+    assert set(partly.damaged) == damaged
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_goes_on(folder: Path, workers: int) -> None:
     def make() -> StatefulDataLoader[Any]:
