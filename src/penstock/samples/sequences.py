@@ -66,8 +66,9 @@ def packed(
              it leaves least room. Larger windows waste less
     pad      the token that fills what is left of a block
 
-    A sequence longer than a block is cut; what is left after whole blocks is packed with others. For a million
-    sequences that takes some ten seconds, in each process. Batches are dicts of [batch, block] int64, such as models of transformers take:
+    A sequence longer than a block is cut; what is left after whole blocks is packed with others. Packing a
+    million sequences takes some ten seconds, in each process. Batches are dicts of [batch, block] int64,
+    such as models of transformers take:
 
     input_ids      tokens, then ``pad``
     labels         the same; -100 for padding and for the first token of each sequence, which nothing predicts
