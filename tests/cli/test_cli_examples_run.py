@@ -71,6 +71,18 @@ def test_tiny_kernels_stay_inside_half_of_their_memory(tmp_path: Path) -> None:
 
 @pytest.mark.benchmark
 @pytest.mark.slow
+def test_increments_are_smaller_than_whole_files(tmp_path: Path) -> None:
+    output = tmp_path / "increments.json"
+    script = ROOT / "benchmarks" / "increments.py"
+    run(script, "--million", "17", "--rounds", "1", "--directory", tmp_path, "-o", output)
+    found = json.loads(output.read_text())
+    written = {name: rows[0]["written_bytes"] for name, rows in found["methods"].items()}
+    assert written["penstock Manager"] < found["adapter_bytes"] * 1.1 + 8192
+    assert all(each >= found["state_bytes"] for name, each in written.items() if name != "penstock Manager")
+
+
+@pytest.mark.benchmark
+@pytest.mark.slow
 def test_large_models_are_tried_at_a_small_scale(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     output = tmp_path / "large_models.json"

@@ -78,6 +78,9 @@ def test_checkpoints(run: Callable[..., dict[str, Any]]) -> None:
     names = run("docs/checkpoints.md", "into=model")
     names["handle"].wait()
     assert names["found"] == {**names["found"], "step": 3} and names["found"]["model"] is names["model"]
+    for _ in range(2):
+        names = run("docs/checkpoints.md", "Manager(")
+    assert names["manager"].steps() == (4, 5)
 
 
 def test_samples(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
