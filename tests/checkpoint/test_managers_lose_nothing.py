@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -414,6 +415,58 @@ def test_a_file_may_refer_to_itself_only_in_vain(tmp_path: Path) -> None:
     reference("state", tmp_path / "state")
     with pytest.raises(penstock.InvalidCheckpoint, match=r"are not in .* as they were"):
         checkpoint.load(tmp_path / "state")
+
+
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["U8", "F32", "F4", "XX"]),
+        "shape": st.lists(st.integers(0, 3), max_size=3),
+        "data_offsets": st.lists(st.integers(0, 40), min_size=2, max_size=2),
+    }
+)
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | ENTRY,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ELSEWHERE = st.dictionaries(
+    st.sampled_from(["data", "other", "../data", ""]),
+    st.dictionaries(st.sampled_from(["a", "b", ""]), ENTRY | JSON, max_size=2),
+    max_size=3,
+)
+
+
+@given(described=st.text(max_size=30) | (JSON | ELSEWHERE).map(json.dumps), count=st.integers(0, 3))
+def test_descriptions_of_what_is_elsewhere_are_not_trusted(described: str, count: int) -> None:
+    """Whatever a header with a right checksum says, it is an error or references to plain names."""
+    wanted = [header.Reference("x", header.Entry(str(i), "U8", (1,), 0, 1, i)) for i in range(max(count, 1))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(header, "_described_elsewhere", lambda _: described)
+        encoded = header.encode([], tree="{}", elsewhere=wanted)
+    try:
+        found = header.decode(encoded, len(encoded), "file")
+    except penstock.InvalidCheckpoint:
+        return
+    for file, entry in found.elsewhere:
+        assert file in ("data", "other") and entry.crc32c is not None
+        assert entry.begin <= entry.end and entry.size_bytes < 100
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a.b", "c-1"]), st.integers(0, 9), st.integers(0, (1 << 64) - 1)),
+        max_size=9,
+    )
+)
+def test_references_survive_the_round_trip(drawn: list[tuple[str, int, int]]) -> None:
+    references = [
+        header.Reference(file, header.Entry(f"t{number}", "F32", (size,), 8, 8 + 4 * size, size, total))
+        for number, (file, size, total) in enumerate(sorted(drawn))
+    ]
+    own = [header.Entry("own", "U8", (3,), 0, 3, 7, 9)]
+    encoded = header.encode(own, tree="{}", elsewhere=references)
+    found = header.decode(encoded, len(encoded) + 3, "file")
+    assert found.elsewhere == tuple(references) and found.entries == tuple(own)
 
 
 # -- kills -----------------------------------------------------------------------------------------
