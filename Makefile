@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-nvme test-stress test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -157,6 +157,10 @@ bench-samples: setup
 # Five minutes on two cores that do nothing else, 1 GB of free disk; needs a C++ compiler.
 bench-remote: setup
 	$(BIN)/python benchmarks/samples_remote.py -o out/samples_remote.json
+
+# Five minutes on two cores that do nothing else, 4 GB of free disk; the server comes with the extra dev.
+bench-objects: setup
+	$(BIN)/python benchmarks/samples_objects.py -o out/samples_objects.json
 
 # Half an hour, 6 GB of free disk: what several processes get of the disk together.
 bench-ranks: setup

@@ -45,7 +45,7 @@ from penstock.storage.objects import Bucket  # noqa: E402
 from tests.support.object_servers import shared_seaweed  # noqa: E402
 
 BATCH = 256
-CACHE = 64 << 20
+CACHE = 256 << 20
 
 
 def packed(folder: Path, count: int, sample_bytes: int, chunk_bytes: int) -> Path:
@@ -203,8 +203,8 @@ def main() -> None:
             "threads": REQUESTS_AT_ONCE,
             "throughput": [],
         }
-        for chunk_bytes in (256 << 10, 4 << 20):
-            count = 2_000 if options.quick else 100_000
+        for chunk_bytes in (256 << 10, 1 << 20):
+            count = 2_000 if options.quick else 200_000
             path = packed(folder, count, 4096, chunk_bytes)
             row = throughput(f"{url}/{path.stem}", path, folder / "cache", rounds)
             result["throughput"].append(row)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +21,14 @@ import torch
 from penstock import samples
 from penstock.errors import InvalidArgument, SampleError
 from penstock.storage.objects import Bucket
+from tests.support import small_disk
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, free_ports
 from tests.support.sample_stores import epoch, some_samples
 from tests.support.stores import write_store
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
+
+ROOT = Path(__file__).parents[2]
 
 # Also samples of several chunks, and of a long edge.
 CONTENT = [*some_samples(150), *((f"large/{n}", bytes([n]) * (3000 + 4500 * n)) for n in range(1, 5))]
@@ -359,3 +365,26 @@ def test_a_folder_that_cannot_be_written_is_one_error(url: str, tmp_path: Path) 
             samples.mount(url, cache_dir=folder)
     with pytest.raises(SampleError, match=r"cache_disk=4.00 KiB is too small: a store.s directory needs"):
         samples.mount(url, cache_dir=tmp_path / "cache", cache_disk=4096)
+
+
+def test_a_full_disk_makes_the_cache_smaller_and_is_said_once(
+    served: HttpServer, packed: Path, tmp_path: Path
+) -> None:
+    alone = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    (tmp_path / "small").mkdir()
+    command = [*alone, sys.executable, "-m", "tests.support.small_disk", served.url, tmp_path / "small"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    with samples.mount(packed, cache_bytes="32KiB") as here:
+        wanted = [small_disk.digest(here, epoch) for epoch in range(2)]
+    assert found["full 0"] == found["full 1"] == wanted
+    assert 0 < found["requests 1"] < found["requests 0"]
+    (said,) = (text for text in found["logged"] if "cache" in text)
+    assert "is full: the cache keeps what it has" in said
+    assert f"cache_dir='{tmp_path / 'small'}' cannot be used: No space left" in found["full"]
+    assert "cannot be used: Read-only file system" in found["read-only"]

@@ -261,10 +261,12 @@ def places_of(
     and for a URL that is none.
     """
     if isinstance(path, str | os.PathLike):
-        if isinstance(path, str) and is_object_url(path):
+        if not isinstance(path, str) and is_object_url(os.fspath(path).replace(":/", "://", 1)):
+            raise InvalidArgument(f"{path} was a URL before it became a path: give it as text")
+        if is_object_url(path):
             from penstock.samples.objects.place import object_places
 
-            return object_places(path, timeout_s, cache)
+            return object_places(str(path), timeout_s, cache)
         if not is_url(path):
             return [Folder(folder) for folder in _folders_of(Path(path))]
         from penstock.samples.remote.store import remote_places

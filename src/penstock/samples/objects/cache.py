@@ -149,13 +149,16 @@ class DiskCache:
         with self._locked():
             self._set_used(self._used() - size_bytes)
 
-    def became_full(self) -> None:
-        """The disk is full: the cache stays as large as it is."""
-        self._is_full = True
-        warn_once(
-            f"the disk of cache_dir={str(self)!r} is full: the cache keeps the "
-            f"{format_bytes(self._used())} that it has, and the rest comes from the server each time"
-        )
+    def stop_growing(self, error: OSError) -> None:
+        """The disk cannot be written: the cache stays as it is. Said once in a process."""
+        with self._locked():  # several threads find out at once
+            if not self._is_full:
+                self._is_full = True
+                what = "is full" if error.errno in _FULL else f"cannot be written ({error.strerror})"
+                warn_once(
+                    f"the disk of cache_dir={str(self)!r} {what}: the cache keeps what it has, and the rest "
+                    "comes from the server each time"
+                )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -280,13 +283,7 @@ class CachedStore:
                 done += os.pwrite(self._opened[1 + number], data[done:], begin + done)
         except OSError as error:
             self.cache.give_back(span)
-            if error.errno not in _FULL:
-                warn_once(
-                    f"cache_dir={str(self.cache)!r} cannot be written: {error.strerror}. It is not used"
-                )
-                self.cache._is_full = True
-            else:
-                self.cache.became_full()
+            self.cache.stop_growing(error)
             return
         with self.cache._locked():  # two processes may note the same chunk
             self.held[number][chunk] |= bit
