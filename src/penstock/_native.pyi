@@ -391,15 +391,15 @@ class SampleReader:
         ring: bool = True,  # False: plain reads, as where io_uring is refused
         fetched: list[tuple[int, int, npt.NDArray[np.uint8]]] = ...,
     ) -> None:
-        """fetched: partition, data file, and [chunks] what of each chunk is here: 1 its body, 2 its long edge.
+        """fetched: partition, data file, and [chunks] what of each is here: 1 its body, 2 its long edge.
 
         Empty where nothing ever is. Who holds the reader takes what is missing, and gives it.
         """
     def take_fetches(
         self, most: int, timeout_s: float
     ) -> list[tuple[int, int, int, int, int, int, int, int, int]] | None:
-        """What is to be brought: ticket, partition, data file, chunk of that file, which bit says that it is here;
-        the file's bytes from where to where; from where to where they are wanted now. None once closed."""
+        """What is to be brought: ticket, partition, data file, chunk of that file, which bit says that it is
+        here; the file's bytes from where to where; from where to where they are wanted. None once closed."""
     def give_fetch(self, ticket: int, begin: int, data: npt.NDArray[np.uint8]) -> None:
         """data: the file's bytes from ``begin`` on, at least those that are wanted."""
     def fail_fetch(self, ticket: int, errno: int) -> None: ...

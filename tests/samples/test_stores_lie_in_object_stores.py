@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import samples
+from penstock import cli, samples
 from penstock.errors import InvalidArgument, SampleError
 from penstock.storage.objects import Bucket
 from tests.support import small_disk
@@ -139,6 +139,24 @@ def test_packing_and_unpacking_say_that_they_want_a_folder(s3: S3, url: str) -> 
     for work in (lambda: samples.pack(CONTENT, s3.url("x")), lambda: samples.unpack(url, s3.url("x"))):
         with pytest.raises(InvalidArgument, match="is not a local folder"):
             work()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ls {} --long", "info {} --batch 8", "verify {}", "unpack {} out", "bench {} --time-limit 1 --batch 8"],
+)
+def test_commands_take_urls(
+    command: str,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["samples", *command.format(url).split()]) == 0
+    assert "large/4" in capsys.readouterr().out or not command.startswith("ls")
+    if command.startswith("unpack"):
+        assert (tmp_path / "out" / "large" / "4").read_bytes() == CONTENT[-1][1]
 
 
 def test_workers_and_copies_read_too(url: str, tmp_path: Path) -> None:

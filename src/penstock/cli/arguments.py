@@ -72,9 +72,9 @@ the model is in FOLDER/model, for from_pretrained.
 
 UPLOAD_HELP = """\
 URL is s3://BUCKET/PREFIX, gs:// or az://, with credentials and endpoints from the environment or an AWS
-profile; or it names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's. All
-of a namespace belongs to the store from then on; its bytes cross the network as they are, and nobody is asked
-for a password: for networks that you trust.
+profile; or it names a namespace of an NVMe over Fabrics target that speaks TCP, such as Linux's or SPDK's.
+All of a namespace belongs to the store from then on; its bytes cross the network as they are, and nobody is
+asked for a password: for networks that you trust.
 
 Another store is replaced only with --overwrite. Interrupted, the same command goes on where it stopped.
 """
