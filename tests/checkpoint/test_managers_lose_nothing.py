@@ -27,7 +27,9 @@ from penstock import checkpoint
 from penstock.checkpoint import Manager, header, pieces
 from penstock.storage.checksum import crc32c
 from penstock.storage.native import PosixTransport
+from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport, direct_path
+from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +187,35 @@ def test_a_packed_increment_stands_alone(tmp_path: Path) -> None:
         path.unlink()
     others = safetensors.torch.load_file(tmp_path / "packed.safetensors")
     assert all(same(others[name], state[name]) for name in state)
+
+
+def test_a_run_with_frozen_weights_is_saved(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """Inside a budget that the weights do not fit: the bits of training stay, and those of every file."""
+
+    def train(manager: Manager | None) -> list[bytes]:
+        model, optimizer = small_gpt()
+        for parameter in list(model.parameters())[:-3]:
+            parameter.requires_grad_(False)
+        with penstock.offload(
+            model, optimizer, device_budget="600KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
+        ) as run:
+            for step in range(4):
+                with run.step():
+                    iterate(model, optimizer, step)
+                if manager is not None:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    manager.save({**state, "step": step}, step)
+        return weights(model)
+
+    undisturbed = train(None)
+    with Manager(tmp_path / "run", keep_last=4) as manager:
+        assert train(manager) == undisturbed
+    found = checkpoint.ls(tmp_path / "run")
+    assert [each.step for each in found] == [0, 1, 2, 3]
+    model, _ = small_gpt()
+    model.load_state_dict(checkpoint.load(found[-1].path)["model"])
+    assert weights(model) == undisturbed
+    assert found[-1].elsewhere and found[-1].size_bytes < found[0].size_bytes
 
 
 # -- when something goes wrong ---------------------------------------------------------------------
