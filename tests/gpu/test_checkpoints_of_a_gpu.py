@@ -60,3 +60,18 @@ def test_a_save_sees_what_its_stream_was_told_to_do(wait: bool, tmp_path: Path) 
     if handle:
         handle.wait()
     assert bool((checkpoint.load(tmp_path / "state", "cpu")["a"] == 200).all())
+
+
+def test_what_is_frozen_on_a_gpu_is_written_once(tmp_path: Path) -> None:
+    frozen = state()
+    moving = torch.zeros(ELEMENTS // 16, device=DEVICE)
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in range(3):
+            manager.save({"frozen": frozen, "moving": moving}, step)
+            moving += 1
+    found = checkpoint.ls(tmp_path)
+    assert all(each.size_bytes < moving.nbytes + 20_000 and each.elsewhere for each in found[1:])
+    for each in found:
+        loaded = checkpoint.load(each.path)
+        assert same(loaded["frozen"], frozen) and bool((loaded["moving"] == each.step).all())
+        assert loaded["moving"].device == moving.device

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from penstock.checkpoint.header import Entry, Reference
+from penstock.checkpoint.pieces import PIECE_BYTES, BufferPool
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.tensors import Stored
-from penstock.storage.aligned import AlignedBuffer, view_at
+from penstock.storage.aligned import view_at
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.threads import in_order, in_parallel
 
@@ -29,19 +30,21 @@ _MOST_HELD = 2
 
 def described(stored: Sequence[Stored]) -> list[Entry]:
     """An entry for each tensor, with checksum and sum, and its data as if it were alone."""
+    on_host = all(is_on_host(item.tensor) for item in stored)
+    chunk_bytes, pool = _CHUNK_BYTES if on_host else PIECE_BYTES, BufferPool(pinned=not on_host)
     chunks = [
-        (number, begin, min(_CHUNK_BYTES, item.tensor.nbytes - begin))
+        (number, begin, min(chunk_bytes, item.tensor.nbytes - begin))
         for number, item in enumerate(stored)
-        for begin in range(0, item.tensor.nbytes, _CHUNK_BYTES)
+        for begin in range(0, item.tensor.nbytes, chunk_bytes)
     ]
     found: dict[tuple[int, int], tuple[int, int]] = {}
 
     def measure(chunk: tuple[int, int, int]) -> None:
         number, begin, size_bytes = chunk
-        found[number, begin] = _measured(stored[number].tensor, begin, size_bytes)
+        found[number, begin] = _measured(stored[number].tensor, begin, size_bytes, pool)
 
     # From a device in order, so that copies come after the work of the caller's streams.
-    (in_parallel if all(is_on_host(item.tensor) for item in stored) else in_order)(measure, chunks)
+    (in_parallel if on_host else in_order)(measure, chunks)
     crcs, sums = [0] * len(stored), [0] * len(stored)
     for number, begin, size_bytes in chunks:
         crc, total = found[number, begin]
@@ -53,15 +56,18 @@ def described(stored: Sequence[Stored]) -> list[Entry]:
     ]
 
 
-def _measured(tensor: torch.Tensor, begin: int, size_bytes: int) -> tuple[int, int]:
+def _measured(tensor: torch.Tensor, begin: int, size_bytes: int, pool: BufferPool) -> tuple[int, int]:
     """Checksum and sum of some of a tensor's bytes."""
     if is_on_host(tensor):
         return _of_memory(tensor.data_ptr() + begin, size_bytes)
-    buffer = AlignedBuffer(size_bytes)
+    buffer = pool.take()
     with torch.no_grad():
         data = tensor.view(-1).view(torch.uint8)[begin : begin + size_bytes]
         host_bytes(buffer.address, size_bytes).copy_(data)
-    return _of_memory(buffer.address, size_bytes)
+    try:
+        return _of_memory(buffer.address, size_bytes)
+    finally:
+        pool.give(buffer)
 
 
 def _of_memory(address: int, size_bytes: int) -> tuple[int, int]:
