@@ -50,8 +50,8 @@ class Pieces(NamedTuple):
 def packed(
     store: Store | Filtered,
     block: int,
-    *,
     tokens: str | Callable[[Sample], npt.ArrayLike],
+    *,
     window: int = 8192,
     pad: int = 0,
 ) -> Packed:
