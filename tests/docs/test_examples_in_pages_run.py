@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,26 @@ def test_samples(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     assert names["images"].shape == (6, 12) and sorted(names["labels"].tolist()) == [0, 0, 0, 1, 1, 1]
     names["store"].close()
     assert len(samples.mount("photos.store")) == 6
+
+
+def test_mixtures(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def model(use_cache: bool, **batch: torch.Tensor) -> Any:
+        seen.append(batch)
+        if len(seen) == 10:
+            raise EnoughError
+        return types.SimpleNamespace(loss=0)
+
+    for name in ("web", "books"):
+        tokens = bytes(2000) if name == "web" else b"\1\0" * 1000
+        samples.pack(((f"{index}", tokens) for index in range(30)), tmp_path / f"{name}.store")
+    seen: list[dict[str, torch.Tensor]] = []
+    with pytest.raises(EnoughError):
+        run("docs/samples.md", "samples.Mixture(", samples=samples, model=model)
+    assert all(each.shape == (8, 4096) for batch in seen for each in batch.values())
+    assert abs(sum(int((batch["input_ids"][:, 0] == 0).sum()) for batch in seen) - 56) <= 1
 
 
 def packed(folder: Path) -> samples.Store:
