@@ -359,9 +359,10 @@ def test_processes_share_a_cache_and_a_kill_leaves_it_whole(url: str, packed: Pa
             assert bits(store) == wanted[0] and store.counters()["requests"] == 0
         shutil.rmtree(cache)
         for after_s in (0.0, 0.02, 0.1):
-            child = context.Process(target=_read_for_ever, args=(url, cache, queue))
+            mounted = context.Queue()  # its lock may die with the child
+            child = context.Process(target=_read_for_ever, args=(url, cache, mounted))
             child.start()
-            queue.get(timeout=60)
+            mounted.get(timeout=60)
             threading.Event().wait(after_s)
             child.kill()
             child.join()
