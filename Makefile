@@ -208,6 +208,29 @@ build-asan build-tsan: build-%:
 	  -D CMAKE_CXX_FLAGS="-fsanitize=$(SANITIZERS) -fno-sanitize-recover=all" -D CMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1"
 	$(CMAKE) --build build/$* --parallel 2
 
+# Whatever takes bytes of others, by inputs that coverage finds: an hour on two cores, or make fuzz FUZZ_SECONDS=10 of
+# each. Needs clang with libFuzzer. What fails is named, and kept in build/fuzz; the corpus: tools/fuzz_corpus.py.
+.PHONY: fuzz
+FUZZ_SECONDS := 480
+FUZZ_CLANG ?= $(firstword $(foreach name,clang++ clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
+PYTHON_FUZZ_TARGETS := plan trace hardware timeline io_costs checkpoint_header checkpoint_tree sample text namespace
+fuzz: setup build/atheris/.installed
+	test -n '$(FUZZ_CLANG)' || { echo 'install clang with libFuzzer (Debian: apt install clang)' >&2; exit 2; }
+	$(CMAKE) -S csrc/tests/fuzz -B build/fuzz -D CMAKE_CXX_COMPILER='$(FUZZ_CLANG)'
+	$(CMAKE) --build build/fuzz --parallel 2
+	printf '%s\n' $(basename $(notdir $(wildcard csrc/tests/fuzz/corpus/*.txt))) | xargs -P 2 -I {} sh -c \
+	  '"$$0/python" tools/fuzz_corpus.py expand csrc/tests/fuzz/corpus/{}.txt build/fuzz/found/{} && \
+	  build/fuzz/fuzz_{} -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -artifact_prefix=build/fuzz/{}- \
+	  build/fuzz/found/{} > build/fuzz/{}.log 2>&1 && tail -1 build/fuzz/{}.log || \
+	  { cat build/fuzz/{}.log; exit 255; }' $(BIN)
+	printf '%s\n' $(PYTHON_FUZZ_TARGETS) | PYTHONPATH=build/atheris xargs -P 2 -I {} sh -c \
+	  '"$$0/python" -m tests.fuzz {} -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/{}- \
+	  > build/fuzz/{}.log 2>&1 && tail -1 build/fuzz/{}.log || { cat build/fuzz/{}.log; exit 255; }' $(BIN)
+
+build/atheris/.installed:
+	$(BIN)/python -m pip install --quiet --no-deps --target build/atheris atheris
+	touch $@
+
 # Python's tests with the module instrumented, but not Python or torch: of what has threads, forks, or memory of its
 # own. Others: make test-tsan SANITIZED=tests/samples. There those fail that limit or measure the memory of a process,
 # or measure disks, since a sanitizer needs memory and time of its own; and under the thread sanitizer those whose

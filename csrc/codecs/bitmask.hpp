@@ -26,7 +26,8 @@ constexpr std::size_t bitmask_head_bytes(std::size_t elements) {
 std::optional<std::size_t> bitmask_encode(const void* data, std::size_t elements, std::size_t itemsize, void* packed,
                                           std::size_t capacity_bytes);
 
-// Whether `packed` is what bitmask_encode makes of so many elements; otherwise `data` holds anything.
+// Whether `packed` holds so many elements as bitmask_encode writes them, zeros among the kept ones allowed; otherwise
+// `data` holds anything.
 bool bitmask_decode(const void* packed, std::size_t packed_bytes, void* data, std::size_t elements,
                     std::size_t itemsize);
 

@@ -21,7 +21,7 @@ std::size_t packed_size(Codec codec, const void* data, std::size_t elements, std
 // that, not infinity; ties go to even.
 bool pack(const Packing& packing, const void* data, void* packed);
 
-// Whether `packed` is what pack makes; otherwise `data` holds anything.
+// Whether `packed` can be expanded to so many elements; otherwise `data` holds anything.
 bool unpack(const Packing& packing, const void* packed, void* data);
 
 // The same where the packed bytes are the last ones of `data`, which is `capacity_bytes` long. `head`: room for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,3 +255,18 @@ def test_a_search_can_stop_at_a_deadlock() -> None:
     assert Replay(trace, machine(50.0), 100).run(rows).iteration_s == float("inf")
     going_on = Replay(trace, machine(50.0), 100).run(rows, stop_on_deadlock=False)
     assert (going_on.iteration_s, going_on.peak_bytes, going_on.deadlock) == (5, 300, True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"variants": (0,) * 5},
+        {"variants": (-1,) * 9 + (3,)},
+        {"evictions": (Evict(99, 0, 1, 4, 4),)},
+        {"recomputations": (Recompute(99, 1, 4),)},
+        {"evictions": (Evict(0, 0, 1, 40, 40),)},
+    ],
+)
+def test_a_plan_of_another_trace_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="Make the plan from the same trace"):
+        simulate(five_kernels(), Plan(policy="none", device_budget_bytes=200, **changes), machine())

@@ -29,6 +29,20 @@ from penstock.runtime.report import Report
 from penstock.storage.costs import CostTables, Entry, Tables
 from tests.support.traces import five_kernels, machine
 
+
+def test_any_other_version_is_refused() -> None:
+    for kind, value in (
+        (Hardware, machine()),
+        (Trace, five_kernels()),
+        (Timeline, Timeline(iteration_s=1.0)),
+    ):
+        data = json.loads(files.encoded(value))
+        for version in ("0", "1000", "-1", "", "1.0"):
+            data["schema"] = f"{data['schema'].partition('/')[0]}/{version}"
+            with pytest.raises(InvalidFile, match=r"earlier version|written by this version"):
+                files.decoded(kind, json.dumps(data).encode(), "file")
+
+
 # -- writing ----------------------------------------------------------------------------------------
 
 

@@ -203,7 +203,7 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
     if name == wanted and version.isdecimal() and int(version) < int(now):
         raise InvalidFile(
             f"{path} was made by an earlier version of penstock ({source.schema!r}, now {_schema(kind)!r}): "
-            f"{_REMEDY[kind.__name__]}"
+            f"{_REMEDY.get(kind.__name__, 'make it again')}"
         )
     if source.schema != _schema(kind):
         raise InvalidFile(

@@ -76,7 +76,13 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     """
     require_types(trace=trace, plan=plan, hardware=hardware)
     if hardware.disk_bytes > 0 or hardware.host_bytes > 0:
-        trace, gone = as_run(trace, plan, hardware.host_bytes, has_disk=hardware.disk_bytes > 0)
+        try:
+            trace, gone = as_run(trace, plan, hardware.host_bytes, has_disk=hardware.disk_bytes > 0)
+        except IndexError:
+            raise InvalidArgument(
+                "the plan is not one for this trace, which has not all of its tensors, kernels or variants. "
+                "Make the plan from the same trace"
+            ) from None
     else:  # only recomputing frees memory
         trace, gone = within_budget(trace, plan.device_budget_bytes, plan.lossy), []
     intervals = Intervals.of((*plan.evictions, *gone), plan.recomputations)
