@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from penstock import cli, samples
 from penstock.errors import InvalidArgument, SampleError
+from penstock.samples.objects.cache import CacheOptions, DiskCache
 from penstock.storage.objects import Bucket
 from tests.support import small_disk
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, free_ports
@@ -282,8 +284,8 @@ def test_what_is_damaged_on_disk_is_fetched_again(url: str, packed: Path, tmp_pa
     with samples.mount(url, cache_bytes="64KiB", cache_dir=cache, verify=False) as store:
         assert bits(store, epoch=1) == wanted[1]
         assert store.counters()["requests"] > 0
-        requests = store.counters()["requests"]
-        assert bits(store) == wanted[0] and store.counters()["requests"] == requests
+    with samples.mount(url, cache_bytes="64KiB", cache_dir=cache, verify=False) as store:  # all is kept
+        assert bits(store) == wanted[0] and store.counters()["requests"] == 0
         assert list(store.names()) == [name for name, _ in CONTENT]
 
 
@@ -384,6 +386,46 @@ def test_a_folder_that_cannot_be_written_is_one_error(url: str, tmp_path: Path) 
             samples.mount(url, cache_dir=folder)
     with pytest.raises(SampleError, match=r"cache_disk=4.00 KiB is too small: a store.s directory needs"):
         samples.mount(url, cache_dir=tmp_path / "cache", cache_disk=4096)
+
+
+def test_a_cache_that_is_removed_costs_no_sample(
+    served: HttpServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with samples.mount(served.url, cache_bytes="64KiB", cache_dir=tmp_path / "cache", timeout_s=20) as store:
+        assert store.read(0) == CONTENT[0][1]
+        shutil.rmtree(tmp_path / "cache")
+        assert epoch(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+    (said,) = (record.message for record in caplog.records if str(tmp_path) in record.message)
+    assert "cannot be written (No such file or directory): the cache keeps what it has" in said
+
+
+def test_threads_mount_with_one_cache(served: HttpServer, tmp_path: Path) -> None:
+    def first(number: int) -> bytes:
+        with samples.mount(served.url, cache_dir=tmp_path / f"cache{number // 6}") as store:
+            return store.read(0)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(first, range(24))) == {CONTENT[0][1]}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_keeps_no_lock_of_the_cache(tmp_path: Path) -> None:
+    cache = DiskCache(CacheOptions(str(tmp_path), 1 << 20))
+    waits, ends = os.pipe()
+    with cache._locked():  # as a thread that fetches may
+        if (child := os.fork()) == 0:
+            os.close(ends)
+            os.read(waits, 1)
+            os._exit(0)
+    try:
+        thread = threading.Thread(target=cache.reserve, args=(1,), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+        os.close(waits)
 
 
 def test_a_full_disk_makes_the_cache_smaller_and_is_said_once(

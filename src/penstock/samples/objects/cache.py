@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,7 @@ class DiskCache:
         self.root = Path(os.path.abspath(options.folder)) / _FOLDER
         self.limit_bytes = options.limit_bytes
         self._is_full, self._looked_s = False, 0.0
+        self._said = threading.Lock()  # taken once, by who says that it is full
         with self.checked():
             self.root.mkdir(parents=True, exist_ok=True)
             self._users = os.open(self.root / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -151,14 +153,13 @@ class DiskCache:
 
     def stop_growing(self, error: OSError) -> None:
         """The disk cannot be written: the cache stays as it is. Said once in a process."""
-        with self._locked():  # several threads find out at once
-            if not self._is_full:
-                self._is_full = True
-                what = "is full" if error.errno in _FULL else f"cannot be written ({error.strerror})"
-                warn_once(
-                    f"the disk of cache_dir={str(self)!r} {what}: the cache keeps what it has, and the rest "
-                    "comes from the server each time"
-                )
+        self._is_full = True
+        if self._said.acquire(blocking=False):  # several threads find out at once
+            what = "is full" if error.errno in _FULL else f"cannot be written ({error.strerror})"
+            warn_once(
+                f"the disk of cache_dir={str(self)!r} {what}: the cache keeps what it has, and the rest "
+                "comes from the server each time"
+            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -168,7 +169,7 @@ class DiskCache:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(descriptor)
+            _unlock(descriptor)
 
     def _used(self) -> int:
         data = os.pread(self._users, _COUNTER.size, 0)
@@ -201,9 +202,15 @@ class DiskCache:
                         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     freed_bytes += _shrink(folder, wanted_bytes - freed_bytes, all_of_it=not in_use)
                 finally:
-                    os.close(descriptor)
+                    _unlock(descriptor)
         self._set_used(self._used() - freed_bytes)
         return freed_bytes
+
+
+def _unlock(descriptor: int) -> None:
+    """And close it: that alone keeps the lock where a process that was forked meanwhile has it too."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -275,18 +282,21 @@ class CachedStore:
         end = begin + data.nbytes
         # Blocks that it shares with its neighbours count for each of them.
         span = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - begin // _BLOCK_BYTES * _BLOCK_BYTES
-        if self.held[number][chunk] & bit or not self.cache.reserve(span):
-            return
+        is_reserved = False
         try:
+            is_reserved = not self.held[number][chunk] & bit and self.cache.reserve(span)
+            if not is_reserved:
+                return
             done = 0
             while done < data.nbytes:
                 done += os.pwrite(self._opened[1 + number], data[done:], begin + done)
-        except OSError as error:
-            self.cache.give_back(span)
+            with self.cache._locked():  # two processes may note the same chunk
+                self.held[number][chunk] |= bit
+        except OSError as error:  # also where somebody has removed the folder
             self.cache.stop_growing(error)
-            return
-        with self.cache._locked():  # two processes may note the same chunk
-            self.held[number][chunk] |= bit
+            if is_reserved:
+                with contextlib.suppress(OSError):
+                    self.cache.give_back(span)
 
     def close(self) -> None:
         """Idempotent."""

@@ -127,11 +127,14 @@ class ObjectPlace(Place):
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     store.cache.make_room(wanted_bytes)
-                    part = path.with_name(f"{name}.{os.getpid()}.part")
+                    part = path.with_name(f"{name}.{int.from_bytes(os.urandom(8), 'big')}.part")
                     data = self._fetched(name, wanted_bytes)
-                    with open(part, "wb") as file:
-                        file.write(data)
-                    os.replace(part, path)
+                    try:
+                        with open(part, "wb") as file:
+                            file.write(data)
+                        os.replace(part, path)
+                    finally:
+                        part.unlink(missing_ok=True)
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     if os.fstat(descriptor).st_size == wanted_bytes:
