@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
+from penstock.storage import objects
 from penstock.storage.objects import Bucket, ObjectError
 from tests.support.object_servers import ACCESS_KEY, S3, SECRET_KEY, HttpServer, free_ports
 
@@ -158,9 +161,12 @@ def _read_in_child(bucket: Bucket, queue: multiprocessing.Queue[bytes]) -> None:
     except ObjectError as error:
         queue.put(str(error).encode())
     queue.put(bytes(bucket.read("x", 1, 3)))
+    for data in (iter([b"parts", b" of it"]), memoryview(b"a view")):
+        bucket.write("y", data)
+        queue.put(bytes(bucket.read("y")))
 
 
-def test_a_forked_process_reads_too(s3: S3) -> None:
+def test_a_forked_process_reads_and_writes_too(s3: S3) -> None:
     bucket = Bucket(s3.url("seam/fork"))
     bucket.write("x", b"abcd")
     context = multiprocessing.get_context("fork")
@@ -169,6 +175,44 @@ def test_a_forked_process_reads_too(s3: S3) -> None:
     child.start()
     assert b"fork/none cannot be read: the server answers 404" in queue.get(timeout=60)
     assert queue.get(timeout=60) == b"bc"
+    assert queue.get(timeout=60) == b"parts of it"
+    assert queue.get(timeout=60) == b"a view"
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def _read_after_a_kill(bucket: Bucket, queue: multiprocessing.Queue[bytes]) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        queue.put(bytes(bucket.read("a", 1, 3)))
+        assert objects._helper is not None
+        helper = objects._helper[1]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if number == signal.SIGINT:  # as a terminal sends it
+            os.killpg(os.getpgrp(), number)
+        else:
+            helper._process.kill()
+            helper._process.wait(60)
+    while True:
+        try:
+            queue.put(bytes(bucket.read("a", 1, 3)))
+            return
+        except ObjectError as error:
+            assert error.errno == errno.ETIMEDOUT
+
+
+def test_a_forked_process_outlives_the_one_that_asks_for_it(served: HttpServer) -> None:
+    bucket = Bucket(served.url)
+    bucket.read("a")
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[bytes] = context.Queue()
+
+    def alone() -> None:
+        os.setpgid(0, 0)
+        _read_after_a_kill(bucket, queue)
+
+    child = context.Process(target=alone)
+    child.start()
+    assert [queue.get(timeout=60) for _ in range(3)] == [b"\1\2"] * 3
     child.join(60)
     assert child.exitcode == 0
 

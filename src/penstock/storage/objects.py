@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -183,8 +184,8 @@ class Bucket:
         else:
             data = parts(data)
         part_bytes = max(_PART_BYTES, -(-max(counted, size_bytes) // _MOST_PARTS))
-        with self._asking(name, "written") as store:
-            done = store.put(name, data, mode="create" if new else None, chunk_size=part_bytes)
+        with self._asking(name, "written") as store, _sendable(store, data) as sent:
+            done = store.put(name, sent, mode="create" if new else None, chunk_size=part_bytes)
         return ObjectInfo(counted, done["e_tag"])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -250,6 +251,21 @@ class _Elsewhere:
         return partial(self._helper.call, *self._asked, method)
 
 
+@contextmanager
+def _sendable(store: Any, data: Any) -> Iterator[Any]:
+    """What is to be written, as the store takes it: parts go to another process through a file."""
+    if not isinstance(store, _Elsewhere) or isinstance(data, bytes | bytearray | Path):
+        yield data
+    elif isinstance(data, memoryview):
+        yield bytes(data)
+    else:
+        with tempfile.NamedTemporaryFile(prefix="penstock-") as file:
+            for part in data:
+                file.write(part)
+            file.flush()
+            yield Path(file.name)
+
+
 _used_in: int | None = None  # the process in which obstore has its threads
 _helper: tuple[int, Helper] | None = None  # of a forked process, by its id
 _starting = threading.Lock()
@@ -264,7 +280,7 @@ def _usable(bucket: Bucket) -> Any:
     if _used_in == process:
         return bucket._store
     with _starting:
-        if _helper is None or _helper[0] != process:
+        if _helper is None or _helper[0] != process or _helper[1].has_ended:
             _helper = process, Helper()
     return _Elsewhere(_helper[1], bucket.url, bucket._timeout_s)
 

@@ -42,8 +42,14 @@ class Got(NamedTuple):
         return self.data
 
 
+_LOST = _Failed("GenericError", "obstore", "the process that asks for objects has ended: timed out")
+
+
 class Helper:
-    """The process that carries out requests of this one. Any number of threads may ask."""
+    """The process that carries out requests of this one. Any number of threads may ask.
+
+    has_ended   it carries out nothing any more: another one has to
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -53,7 +59,9 @@ class Helper:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for this process, which may go on after it
             )
+        self.has_ended = False
         self._connection = Connection(ours.detach())
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
@@ -66,7 +74,14 @@ class Helper:
         with self._lock:
             self._numbers += 1
             self._waiting[self._numbers] = future
-            self._connection.send((self._numbers, url, timeout_s, method, arguments, options))
+            try:
+                self._connection.send((self._numbers, url, timeout_s, method, arguments, options))
+            except BaseException as error:
+                self._waiting.pop(self._numbers, None)
+                if not isinstance(error, OSError):
+                    raise
+                future = Future()
+                future.set_result(_LOST)
         result = future.result()
         if isinstance(result, _Failed):
             raise type(result.kind, (Exception,), {"__module__": result.module})(result.text)
@@ -78,11 +93,9 @@ class Helper:
                 number, result = self._connection.recv()
                 self._waiting.pop(number).set_result(result)
         except (EOFError, OSError):
-            lost = _Failed(
-                "GenericError", "obstore", "the process that asks for objects has ended: timed out"
-            )
+            self.has_ended = True
             for future in list(self._waiting.values()):
-                future.set_result(lost)
+                future.set_result(_LOST)
 
 
 def serve(descriptor: int) -> None:
