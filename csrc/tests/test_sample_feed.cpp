@@ -15,6 +15,7 @@
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <span>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "samples/copiers.hpp"
 #include "io/blocking.hpp"
 #include "samples/feed.hpp"
+#include "samples/fetches.hpp"
 #include "samples/reader.hpp"
 
 using namespace penstock;
@@ -230,6 +232,67 @@ TEST(feeds_and_single_reads_go_on_at_once_until_the_reader_closes) {
     CHECK(reader->close(Clock::now() + kLong));
     for (auto& thread : threads) thread.join();
     CHECK(closed >= 1);
+  }
+}
+
+TEST(what_is_fetched_is_right_whoever_brings_it_and_whoever_closes_when) {
+  test::Random random(6);
+  for (int round = 0; round < 24; ++round) {
+    const Store store(some_lengths(random, random(100, 900)));
+    std::vector<std::uint8_t> held(round % 4 != 0 ? store.records.size() : 0);
+    for (auto& one : held) one = static_cast<std::uint8_t>(random(0, 3));
+    for (int i = 0; i < 9; ++i)  // what is held may be damaged
+      CHECK(pwrite(store.file, "x", 1, static_cast<off_t>(random(0, store.data.size() - 1))) == 1);
+    auto partitions = store.partitions();
+    partitions[0].data_files[0].fetched = true;
+    partitions[0].data_files[0].held = held;
+    const ReaderOptions options{random(0, 9), false, true, round % 5 != 0, 1, 8};
+    const auto reader = std::make_shared<Reader>(std::move(partitions), options);
+    const bool closes = round % 3 == 0;
+    std::atomic<int> wrong = 0;
+    std::vector<std::thread> bringing, taking;
+    for (int i = 0; i < 4; ++i) {
+      bringing.emplace_back([&] {
+        auto& fetches = *reader->reads().fetches();
+        std::vector<Fetch> taken;
+        while (fetches.take(2, Clock::now() + std::chrono::milliseconds(20), taken)) {
+          for (const auto& [ticket, piece] : taken) {
+            const bool all = ticket % 2 == 0;
+            const auto& extent = all ? piece.extent : piece.wanted;
+            const auto bytes = std::as_bytes(std::span(store.data)).subspan(extent.offset, extent.size_bytes);
+            fetches.give(ticket, extent.offset, bytes);
+            fetches.fail(ticket, EIO);  // it is not under way any more
+            if (all && !held.empty()) std::atomic_ref(held[piece.chunk]).fetch_or(piece.bit);
+          }
+          taken.clear();
+        }
+      });
+    }
+    for (int i = 0; i < 2; ++i) {
+      taking.emplace_back([&, full = (round + i) % 2 == 1] {
+        const auto feed = std::make_shared<Feed>(reader, store.order(full, 4), FeedOptions{1, 20000, false});
+        std::vector<std::uint64_t> found;
+        try {
+          reader->add(feed);
+          std::shared_ptr<SampleBatch> batch;
+          while (feed->take(16, Clock::now() + kLong, batch) == Feed::Outcome::batch)
+            store.check(*batch, found);
+          wrong += found.size() != store.directory.size();
+        } catch (const Failed& failed) {
+          wrong += !closes || (failed.failure.fault != Fault::closed && failed.failure.error != ECANCELED);
+        } catch (const std::exception&) {  // of a check
+          ++wrong;
+        }
+      });
+    }
+    if (closes) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(round / 3));
+      CHECK(reader->close(Clock::now() + kLong));
+    }
+    for (auto& thread : taking) thread.join();
+    CHECK(reader->close(Clock::now() + kLong));
+    for (auto& thread : bringing) thread.join();
+    CHECK_EQUAL(wrong.load(), 0);
   }
 }
 
