@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint import Manager, header, pieces
+from penstock.checkpoint import Manager, header, listing, pieces
+from penstock.checkpoint import manager as manager_module
 from penstock.storage.checksum import crc32c
 from penstock.storage.native import PosixTransport
 from tests.support.families import iterate, small_gpt, weights
@@ -254,6 +256,82 @@ def test_what_somebody_removed_is_written_again(how: str, tmp_path: Path) -> Non
         assert same(checkpoint.load(manager.latest()), state)
 
 
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_saves_go_on_after_somebody_removed_an_old_one(how: str, tmp_path: Path) -> None:
+    state, first = {"a": numbers(100_000), "b": numbers(10)}, tmp_path / "step-0000000000.safetensors"
+    with Manager(tmp_path, keep_last=4) as manager:
+        manager.save(state, 0, wait=True)
+        first.unlink()
+        if how == "replaced":
+            checkpoint.save({"a": numbers(100_000, seed=3)}, first)
+        for step in range(1, 5):
+            manager.save(state, step, wait=True)
+            assert same(checkpoint.load(manager.latest()), state)
+
+
+def without_descriptors(call: Callable[[], Any]) -> Any:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        return call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_nothing_is_removed_for_one_that_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may need what would be removed."""
+    frozen, look = numbers(100_000), listing.look_at
+    with Manager(tmp_path, keep_last=1) as manager:
+        manager.save({"a": frozen}, 0, wait=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(manager_module, "look_at", lambda path: without_descriptors(lambda: look(path)))
+            with pytest.raises(penstock.CheckpointError, match="Too many open files"):
+                manager.save({"a": frozen}, 1, wait=True)
+        assert same(checkpoint.load(tmp_path / "step-0000000001.safetensors")["a"], frozen)
+        assert same(checkpoint.load(manager.latest())["a"], frozen)
+
+
+def test_what_cannot_be_opened_just_now_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training would begin again from an older one, and what the newest needs would be removed."""
+    with Manager(tmp_path) as manager:
+        manager.save({"a": numbers(100_000)}, 0)
+        manager.save({"a": numbers(100_000)}, 1)
+    look = listing.look_at
+    with monkeypatch.context() as patched:
+        patched.setattr(manager_module, "look_at", lambda path: without_descriptors(lambda: look(path)))
+        with pytest.raises(penstock.CheckpointError, match="Too many open files"):
+            Manager(tmp_path)
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == (0, 1)
+
+
+def test_a_checkpoint_needs_few_files(tmp_path: Path) -> None:
+    """All of them are open while it is loaded."""
+    state = {str(number): numbers(5_000, seed=number) for number in range(150)}
+    with Manager(tmp_path, keep_last=1) as manager:
+        for step in range(70):
+            state[str(step)] = numbers(5_000, seed=1000 + step)
+            manager.save(state, step, wait=True)
+            assert len(checkpoint.info(manager.latest()).elsewhere) <= 64
+        assert same(checkpoint.load(manager.latest()), state)
+
+
+def test_a_manager_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process goes elsewhere, and there is a directory of the same name."""
+    (tmp_path / "other" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with Manager("run") as manager:
+        manager.save({"a": numbers(10)}, 0, wait=True)
+        monkeypatch.chdir(tmp_path / "other")
+        manager.save({"a": numbers(10)}, 1, wait=True)
+        assert manager.latest() == tmp_path / "run" / "step-0000000001.safetensors"
+    assert len(left_in(tmp_path / "run")) == 2 and not left_in(tmp_path / "other" / "run")
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_failed_save_loses_nothing(wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FaultyTransport(PosixTransport(), lambda _: errno.EIO)
@@ -323,6 +401,32 @@ def test_a_child_does_not_keep_the_directory(tmp_path: Path) -> None:
     os.close(writer)
     assert os.waitpid(child, 0)[1] == 0, "a child cannot save with it"
     os.close(reader)
+
+
+def test_a_child_does_not_wait_for_a_save_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    manager = Manager(tmp_path)
+    add = manager._add
+
+    def add_later(path: Path) -> None:
+        go_on.wait(60)
+        add(path)
+
+    monkeypatch.setattr(manager, "_add", add_later)
+    handle = manager.save({"a": numbers(1000)}, 1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it where it waits
+        manager.close()
+        said = str(handle.exception())
+        os._exit(0 if "when this process was forked" in said else 1)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    handle.wait()
+    manager.close()
+    assert status == 0
 
 
 def test_threads_save_one_after_the_other(tmp_path: Path) -> None:

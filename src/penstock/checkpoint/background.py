@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.checkpoint.remote import ObjectPath
+from penstock.errors import CheckpointError
 
 logger = logging.getLogger("penstock")
 
@@ -45,6 +46,14 @@ class SaveHandle:
         if self._future.done():
             state = "failed" if self._future.exception() else "saved"
         return f"<penstock.SaveHandle of {self.path}, {state}>"
+
+    def _leave_to_parent(self) -> None:
+        """In a child of fork, where nothing would ever end the wait."""
+        self._future = concurrent.futures.Future()
+        self._future.set_exception(
+            CheckpointError(f"{self.path} was being saved when this process was forked: wait in its parent")
+        )
+        self._asked.append(True)  # it is no error unless somebody asks here
 
     @property
     def was_asked(self) -> bool:
@@ -158,6 +167,8 @@ def _log_unasked(path: Path | ObjectPath, future: _Future, asked: list[bool]) ->
 def _after_fork() -> None:
     global _changed
     _changed = threading.Condition()
+    for handle in _going.values():
+        handle._leave_to_parent()
     _copies.clear()
     _going.clear()
 

@@ -27,6 +27,9 @@ _WORDS = 1 << 64
 # What an increment refers to occupies at most so many times the bytes that it uses there.
 _MOST_HELD = 2
 
+# To so many files: all of them are open while it is loaded.
+_MOST_FILES = 64
+
 
 def described(stored: Sequence[Stored]) -> list[Entry]:
     """An entry for each tensor, with checksum and sum, and its data as if it were alone."""
@@ -91,7 +94,8 @@ def unchanged(
     refers_to    by file, those that stay as long as it does, itself among them
 
     A file of which less than half would be used is not referred to, nor any, where all that would have to
-    stay for their sake is more than twice as large as what is used of it: then old files go in time.
+    stay for their sake is more than twice as large as what is used of it: then old files go in time. Nor any
+    where there would be too many.
     """
     found: dict[str, Reference] = {}
     for entry in entries:
@@ -102,6 +106,8 @@ def unchanged(
     for reference in found.values():
         used[reference.file] += reference.entry.size_bytes
     files = {file for file, of_it in used.items() if size_bytes[file] <= _MOST_HELD * of_it}
+    if len(files) > _MOST_FILES:
+        return {}
     held = frozenset().union(*(refers_to[file] for file in files))
     if sum(size_bytes[file] for file in held) > _MOST_HELD * sum(used[file] for file in files):
         return {}

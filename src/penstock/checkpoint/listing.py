@@ -26,6 +26,9 @@ _LOCK = ".penstock.lock"
 # Objects' names end with what makes them unique.
 _NAME = re.compile(r"step-([0-9]{10,18})(-[0-9a-f]{8})?\.safetensors")
 
+# Errors that say nothing about the checkpoint.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -63,7 +66,10 @@ def folder_of(directory: PathLike) -> Folder | Objects:
 
 
 def look_at(path: Path | ObjectPath) -> Saved:
-    """The checkpoint at ``path``, which has a name of `Folder.name_of`."""
+    """The checkpoint at ``path``, which has a name of `Folder.name_of`.
+
+    Raises CheckpointError where the next attempt may well find it whole.
+    """
     step = _step_of(path.name)
     try:
         with Source(path) as source:
@@ -71,6 +77,8 @@ def look_at(path: Path | ObjectPath) -> Saved:
             tensor_bytes = sum(entry.size_bytes for entry in source.entries)
             return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere)
     except CheckpointError as error:
+        if error.errno in _PASSING:
+            raise
         return Saved(step, str(path), 0, problem=str(error))
 
 
@@ -126,6 +134,7 @@ class Folder:
 
         Raises CheckpointError, also where another has it.
         """
+        self.path = self.path.absolute()  # the same one wherever the process goes
         try:
             if not self.path.is_dir():
                 os.makedirs(self.path)

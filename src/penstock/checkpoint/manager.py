@@ -161,7 +161,7 @@ class Manager(files.Closing):
         """The sums of all tensors, and where those lie that need not be written."""
         entries = increments.described(stored)
         there = self._folder.identities()  # somebody may have removed or replaced a file
-        same = {name for name in self._saved if there.get(name) == self._identities[name]}
+        same = {name for name in self._saved if name in there and there[name] == self._identities.get(name)}
         usable = {name: self._saved[name] for name in same if self._needed([name]) <= same}
         found = increments.unchanged(
             entries,
@@ -183,9 +183,12 @@ class Manager(files.Closing):
 
     def _add(self, path: Path | ObjectPath) -> None:
         """The new checkpoint is durable: count it, and remove what is to be kept no longer."""
-        self._known = tensors_of(path)
-        self._identities = self._folder.identities()
-        self._saved = {**self._saved, path.name: look_at(path)}
+        known, found, there = tensors_of(path), look_at(path), self._folder.identities()
+        if found.problem:  # what it needs is not known: nothing is removed
+            raise CheckpointError(found.problem)
+        # Of the others they stay as they were: those may be other files by now.
+        self._identities = {**self._identities, path.name: there.get(path.name)}
+        self._known, self._saved = known, {**self._saved, path.name: found}
         names = list(self._saved)
         kept = names[-self._keep_last :]
         if self._keep_every is not None:

@@ -195,7 +195,9 @@ class Source(files.Closing):
             held = {entry: index for index, entry in enumerate(other.header.entries)}
         except CheckpointError as error:
             problem = os.strerror(error.errno) if error.errno else "it is damaged"
-            raise self._not_whole(wanted, f"lie in {path}, which cannot be read ({problem})") from error
+            not_whole = self._not_whole(wanted, f"lie in {path}, which cannot be read ({problem})")
+            not_whole.errno = error.errno
+            raise not_whole from error
         if missing := [entry for entry in wanted if entry not in held]:
             raise self._not_whole(missing, f"are not in {path} as they were: it is another file by now")
         return Volume(other, [held[entry] for entry in wanted])
