@@ -399,6 +399,20 @@ def test_a_cache_that_is_removed_costs_no_sample(
     assert "cannot be written (No such file or directory): the cache keeps what it has" in said
 
 
+def test_a_chunk_that_two_keep_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = [DiskCache(CacheOptions(str(tmp_path), 1 << 20)) for _ in range(2)]
+    stores = [cache.open(b"manifest", [(8192, 2)]) for cache in caches]
+    reserve, data = caches[0].reserve, memoryview(bytes(4096))
+
+    def meanwhile(size_bytes: int) -> bool:
+        stores[1].keep(0, 0, 1, 0, data)
+        return reserve(size_bytes)
+
+    monkeypatch.setattr(caches[0], "reserve", meanwhile)
+    stores[0].keep(0, 0, 1, 0, data)
+    assert caches[0]._used() == 4096
+
+
 def test_threads_mount_with_one_cache(served: HttpServer, tmp_path: Path) -> None:
     def first(number: int) -> bytes:
         with samples.mount(served.url, cache_dir=tmp_path / f"cache{number // 6}") as store:
@@ -406,6 +420,28 @@ def test_threads_mount_with_one_cache(served: HttpServer, tmp_path: Path) -> Non
 
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(first, range(24))) == {CONTENT[0][1]}
+
+
+def test_fewer_threads_are_slower_and_none_is_an_error(
+    served: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, allowed = threading.Thread.start, 0
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal allowed
+        if thread.name == "penstock-fetch":
+            if not allowed:
+                raise RuntimeError("can't start new thread")
+            allowed -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with samples.mount(served.url, cache_bytes="64KiB") as store:
+        for _ in range(2):
+            with pytest.raises(SampleError, match=r"no thread can be started to fetch samples: can't start"):
+                store.read(0)
+        allowed = 2
+        assert epoch(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

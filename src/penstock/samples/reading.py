@@ -143,7 +143,7 @@ class Reader:
                     for number, opened in enumerate(files)
                     if opened.fetched is not None
                 }
-                self._reader = _native.SampleReader(
+                reader = _native.SampleReader(
                     [self._partition(number) for number in range(len(self._directories))],
                     buffers=self._buffers,
                     direct=self.io_path.io == "direct",
@@ -152,7 +152,13 @@ class Reader:
                     depth=_DEPTH,
                     fetched=[(*which, each.held) for which, each in fetched.items()],
                 )
-                self._fetcher = Fetcher(self._reader, fetched) if fetched else None
+                try:
+                    self._fetcher = Fetcher(reader, fetched) if fetched else None
+                except RuntimeError as error:
+                    raise SampleError(
+                        f"no thread can be started to fetch samples: {error}. Allow this process more threads"
+                    ) from error
+                self._reader = reader
             return self._reader
 
     def counters(self) -> dict[str, int]:

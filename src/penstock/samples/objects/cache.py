@@ -290,7 +290,9 @@ class CachedStore:
             done = 0
             while done < data.nbytes:
                 done += os.pwrite(self._opened[1 + number], data[done:], begin + done)
-            with self.cache._locked():  # two processes may note the same chunk
+            with self.cache._locked():  # two processes may note the same chunk: it counts once
+                if self.held[number][chunk] & bit:
+                    self.cache._set_used(self.cache._used() - span)
                 self.held[number][chunk] |= bit
         except OSError as error:  # also where somebody has removed the folder
             self.cache.stop_growing(error)

@@ -48,17 +48,21 @@ class Fetcher:
     """
 
     def __init__(self, reader: _native.SampleReader, files: Mapping[tuple[int, int], Fetched]) -> None:
-        """``files``: by partition and data file."""
+        """``files``: by partition and data file. Raises RuntimeError where no thread can be started."""
         self._reader, self._files = reader, files
         self._lock = threading.Lock()
         self._bringing: dict[tuple[int, int, int, int], list[int]] = {}  # tickets that wait for the same
         self.requests = self.fetched_bytes = 0
-        self._threads = [
-            threading.Thread(target=self._run, name="penstock-fetch", daemon=True)
-            for _ in range(REQUESTS_AT_ONCE)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for _ in range(REQUESTS_AT_ONCE):
+            thread = threading.Thread(target=self._run, name="penstock-fetch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # this process may have no more: some are slower, none is an error
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
 
     def close(self) -> bool:
         """After the reader was closed: wait for what is being kept. False: a request goes on."""
