@@ -332,6 +332,18 @@ def test_a_manager_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(left_in(tmp_path / "run")) == 2 and not left_in(tmp_path / "other" / "run")
 
 
+def test_what_is_converted_in_place_is_still_referred_to(tmp_path: Path) -> None:
+    state, first = {"a": numbers(100_000), "b": numbers(10)}, tmp_path / "step-0000000000.safetensors"
+    with Manager(tmp_path) as manager:
+        manager.save(state, 0)
+        manager.save(state, 1, wait=True)
+        checkpoint.convert(first, first, overwrite=True)
+        assert same(checkpoint.load(manager.latest()), state)
+        checkpoint.save({**state, "a": numbers(100_000, seed=1)}, first)
+        with pytest.raises(penstock.InvalidCheckpoint, match="it is another file by now"):
+            checkpoint.load(manager.latest())
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_failed_save_loses_nothing(wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FaultyTransport(PosixTransport(), lambda _: errno.EIO)
@@ -425,6 +437,36 @@ def test_a_child_does_not_wait_for_a_save_of_its_parent(
     status = os.waitpid(child, 0)[1]
     go_on.set()
     handle.wait()
+    manager.close()
+    assert status == 0
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, go_on = threading.Event(), threading.Event()
+    manager = Manager(tmp_path)
+
+    def add(path: Path) -> None:
+        saves.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(manager, "_add", add)
+    thread = threading.Thread(target=lambda: manager.save({"a": numbers(1000)}, 1, wait=True))
+    thread.start()
+    saves.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it where it waits
+        try:
+            manager.save({}, 2)
+        except penstock.InvalidArgument:
+            manager.close()
+            os._exit(0)
+        os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    thread.join()
     manager.close()
     assert status == 0
 
@@ -536,13 +578,23 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         {"shape": (4, 4)},
         {"begin": 16, "end": 32},
         {"name": "b"},
-        {"sum64": 3},
     ],
 )
 def test_another_tensor_is_not_taken_for_it(changes: dict[str, Any], tmp_path: Path) -> None:
     other(tmp_path / "data")
     reference("data", tmp_path / "state", **changes)
     with pytest.raises(penstock.InvalidCheckpoint):
+        checkpoint.load(tmp_path / "state")
+
+
+def test_sums_are_compared_where_both_files_have_them(tmp_path: Path) -> None:
+    data = bytes(range(16))
+    entry = header.Entry("a", "U8", (16,), 0, 16, crc32c(data), 3)
+    (tmp_path / "data").write_bytes(header.encode([entry], tree='{"a":{"$tensor":"a"}}') + data)
+    reference("data", tmp_path / "state", sum64=3)
+    assert checkpoint.load(tmp_path / "state")["a"].tolist() == list(range(16))
+    reference("data", tmp_path / "state", sum64=4)
+    with pytest.raises(penstock.InvalidCheckpoint, match="it is another file by now"):
         checkpoint.load(tmp_path / "state")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,6 +64,7 @@ class Manager(files.Closing):
         self._handle: SaveHandle | None = None  # of a save that may be going on
         self._busy = threading.RLock()  # one thread at a time saves, or waits
         self._is_closed = False
+        _managers.add(self)
         self._folder.acquire()
         try:
             # By name, in the order of their steps. Never changed in place: the background replaces it.
@@ -201,3 +204,15 @@ class Manager(files.Closing):
             except OSError as error:  # an ObjectError too
                 logger.warning("the old checkpoint %s cannot be removed: %s", self._saved[name].path, error)
             self._saved = {other: each for other, each in self._saved.items() if other != name}
+
+
+_managers: weakref.WeakSet[Manager] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have been saving, which is not here to end that."""
+    for each in list(_managers):
+        each._busy, each._handle = threading.RLock(), None
+
+
+os.register_at_fork(after_in_child=_after_fork)

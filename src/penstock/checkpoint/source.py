@@ -198,6 +198,8 @@ class Source(files.Closing):
             not_whole = self._not_whole(wanted, f"lie in {path}, which cannot be read ({problem})")
             not_whole.errno = error.errno
             raise not_whole from error
+        if all(entry.sum64 is None for entry in held):  # it was converted: the rest says enough
+            wanted = [entry._replace(sum64=None) for entry in wanted]
         if missing := [entry for entry in wanted if entry not in held]:
             raise self._not_whole(missing, f"are not in {path} as they were: it is another file by now")
         return Volume(other, [held[entry] for entry in wanted])
