@@ -170,6 +170,8 @@ def test_what_cannot_be_filtered_or_mapped_is_refused(folder: Path) -> None:
         filtered(whole, np.ones(SAMPLES - 1, bool))
     with pytest.raises(InvalidArgument, match="there is no sample 150"):
         filtered(whole, [3, SAMPLES])
+    with pytest.raises(SampleError, match="could not be decoded: ValueError: The truth value of an array"):
+        filtered(whole, lambda sample: np.array([True, False]))  # type: ignore[arg-type, return-value]
     with pytest.raises(InvalidArgument, match="is a path"):
         filtered(str(folder), [1])  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="a Mapped cannot be filtered: filter its stores"):

@@ -32,6 +32,8 @@ from penstock.samples import (
     upload,
 )
 from penstock.samples.epochs import from_state
+from penstock.samples.interleaving import Division, Left
+from penstock.samples.order import Segment
 from tests.support.remote_stores import serving, url_of
 from tests.support.stores import write_store
 
@@ -359,6 +361,8 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
         ([a, b], "made of a dict of stores and weights"),
         ({a: 1, b: -0.5}, "the weight -0.5 of Store"),
         ({a: 1, b: float("nan")}, "the weight nan of"),
+        ({a: 1, b: True}, "the weight True of"),
+        ({a: 1, b: 10**400}, "the weight 1000"),
         ({a: 0, b: 0}, "sum to zero"),
         ({0: {a: 1}, 10: {b: 0}}, "sum to zero"),
         ({5: {a: 1}}, "the first from 0 on"),
@@ -370,8 +374,12 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(InvalidArgument, match=message):
             Mixture(sources)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="samples_per_epoch=0"):
-        Mixture({a: 1}, samples_per_epoch=0)
+    for wrong in (0, 1.5, float("nan"), "100", 1 << 60):
+        with pytest.raises(InvalidArgument, match=f"samples_per_epoch={wrong!r}: give a whole number"):
+            Mixture({a: 1}, samples_per_epoch=wrong)  # type: ignore[arg-type]
+    for right in (np.int64(1000), 1e3):
+        mixed = Mixture({a: 1}, samples_per_epoch=right)  # type: ignore[arg-type]
+        assert mixed.identity == Mixture({a: 1}, samples_per_epoch=1000).identity
     one, other = Loader(Mixture({a: 1, b: 1}), 4), Loader(Mixture({a: 1, b: 2}), 4)
     with pytest.raises(InvalidArgument, match="with the same weights, filters and packing"):
         other.load_state_dict(one.state_dict())
@@ -407,3 +415,44 @@ def test_a_changed_state_is_refused_or_gives_no_sample_too_often(
     except InvalidArgument:
         return
     assert len(seen) == len(set(seen)) and len(seen) <= 107
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_rounds_of_passes_are_left_out_and_nothing_changes(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    draws = [data.draw(st.integers(0, 200)) for _ in sizes]
+    segments = []
+    left = Left.whole([draws], sizes)
+    for _ in range(data.draw(st.integers(1, 3))):
+        replicas = data.draw(st.integers(1, 5))
+        shares = Division(left, replicas).quotas(np.arange(replicas))[0].sum(1).tolist()
+        least = data.draw(st.sampled_from([0, 1, 2]))  # halves that all have taken
+        taken = tuple(data.draw(st.integers(share * least // 2, share)) for share in shares)
+        segments.append(Segment(replicas, tuple(0 for _ in sizes), taken))
+        left = left.after(segments[-1])
+    slowly = Left.whole([draws], sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Division, "rounds", lambda *_: 0)
+        for segment in segments:
+            slowly = slowly.after(segment)
+    assert left == slowly
+
+
+def test_a_long_epoch_of_a_tiny_store_goes_on_at_once(folder: Path) -> None:
+    """3 samples come 200 million times."""
+
+    def loader(rank: int, world: int) -> Loader:
+        _, big, tiny = stores(folder, rank, world)
+        mixed = Mixture({big: 0.4, tiny: 0.6}, samples_per_epoch=1_000_000_000)
+        return Loader(mixed, 10, decode_batch=lambda batch: batch.indices.tolist())
+
+    one, again = loader(0, 1), loader(0, 1)
+    state = one.state_after(90_000_000, 1, 0)
+    again.load_state_dict(state)
+    batches = list(itertools.islice(again, 6))
+    assert again.state_dict() == one.state_after(90_000_006, 1, 0)
+    assert max(Counter(itertools.chain(*batches))[SIZES[1] + i] for i in range(3)) <= 13
+    other = loader(1, 3)
+    other.load_state_dict(state)
+    assert len(next(iter(other))) == 10

@@ -243,6 +243,10 @@ def test_what_cannot_be_packed_is_refused(folder: Path, tmp_path: Path) -> None:
         (folder, 0, "uint16", "a block of 0 tokens holds none"),
         (folder, 8, "input_ids", "no integer dtype: the samples are bytes"),
         (folder, 8, "float16", "no integer dtype"),
+        (folder, 8, ">u2", "have to be little-endian"),
+        (folder, 8, "u2,,", "no integer dtype"),
+        (folder, 8.5, "uint16", "block=8.5 is no whole number"),
+        (folder, 8, lambda sample: [(1 << 64) - 1], "18446744073709551615 does not fit into int64"),
         (folder, 8, 3, "give a dtype, the name of a field, or a function"),
         (folder, 8, lambda sample: np.zeros((2, 2), int), r"shape \(2, 2\)"),
         (tmp_path / "odd", 8, "uint16", r"sample 1 \('b'\) has 3 bytes, which are not whole tokens"),
@@ -251,7 +255,9 @@ def test_what_cannot_be_packed_is_refused(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "lacking", 8, "ids", "not every sample has a field 'ids'"),
     ]:
         with pytest.raises(InvalidArgument, match=message):
-            packed(mount(path), block, tokens=tokens)  # type: ignore[arg-type]
+            next(iter(Loader(packed(mount(path), block, tokens=tokens), 1)))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="pad=None is no whole number"):
+        packed(store, 8, tokens="uint16", pad=None)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="a window of 0 samples"):
         packed(store, 8, tokens="uint16", window=0)
     with pytest.raises(InvalidArgument, match="a Mixture cannot be packed: pack its stores"):
@@ -263,3 +269,14 @@ def test_what_cannot_be_packed_is_refused(folder: Path, tmp_path: Path) -> None:
         source.sequence(replica=3, replicas=2)
     with pytest.raises(InvalidArgument, match="a batch of 0"):
         source.bread(0)
+
+
+def test_a_position_of_another_tokenizer_is_refused(folder: Path) -> None:
+    """Also one that makes as many blocks."""
+    one, other = (
+        packed(mount(folder), 8, lambda sample, odd=odd: [1] * (2 + (sample.index + odd) % 2))
+        for odd in (0, 1)
+    )
+    assert len(one) == len(other)
+    with pytest.raises(InvalidArgument, match="of another store"):
+        Loader(other, 1).load_state_dict(Loader(one, 1).state_dict())

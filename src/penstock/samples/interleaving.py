@@ -166,8 +166,9 @@ class Left(NamedTuple):
         replicas, ranks = division.replicas, np.arange(division.replicas)
         waiting = {each.number: each for each in self.begun[source]}
         passes: list[Pass] = []
-        fresh, dealt = self.fresh[source], np.zeros(replicas, np.int64)
-        for piece in division.pieces(source):
+        rounds = division.rounds(source, int(taken.min()))
+        fresh, dealt = self.fresh[source] + rounds * replicas, np.full(replicas, rounds * self.sizes[source])
+        for piece in division.pieces(source, rounds):
             number, after, left = piece.of
             if number >= self.fresh[source] and (taken <= dealt).all():
                 break
@@ -226,10 +227,23 @@ class Division:
             )
         return counts
 
-    def pieces(self, source: int) -> Iterator[Piece]:
-        """Of a source, pass by pass."""
-        dealer, left = int(self._dealers[source]), int(self._ends[-1, source])
-        number = self.left.fresh[source]
+    def rounds(self, source: int, taken: int) -> int:
+        """Rounds of passes that are over where every replica, or this one, has taken so many draws.
+
+        A round is as many whole passes as there are replicas: each replica draws as much as a pass has.
+        """
+        size, begun = self.left.sizes[source], sum(each.left for each in self.left.begun[source])
+        if not size:
+            return 0
+        whole = (int(self._ends[-1, source]) - begun) // (size * self.replicas)
+        return max(0, min(whole, (taken - -(-begun // self.replicas)) // size))
+
+    def pieces(self, source: int, rounds: int = 0) -> Iterator[Piece]:
+        """Of a source, pass by pass, without so many rounds of those that have not been begun."""
+        dealer = int(self._dealers[source])
+        passes = rounds * self.replicas
+        left = int(self._ends[-1, source]) - passes * self.left.sizes[source]
+        number = self.left.fresh[source] + passes
         begun = iter(self.left.begun[source])
         while left > 0:
             of = next(begun, None)

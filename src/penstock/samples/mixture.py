@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +30,8 @@ from penstock.samples.store import Batch
 from penstock.samples.views import DerivedBatch, Source, bread_of, checked_source, joint_identity
 
 Weights = Mapping[Source, float]
+
+_MOST_WEIGHT = sys.float_info.max
 
 
 class Mixture:
@@ -81,9 +83,7 @@ class Mixture:
                 )
         if samples_per_epoch is None:
             samples_per_epoch = samples_until_seen(self._schedule, sizes)
-        if not 0 < samples_per_epoch <= MOST_SAMPLES:
-            raise InvalidArgument(f"samples_per_epoch={samples_per_epoch}: give 1 to {MOST_SAMPLES}")
-        self._samples = samples_per_epoch
+        self._samples = _samples_of(samples_per_epoch)
         self.firsts = np.cumsum([0, *(each.indices_end for each in self.sources)])
         self.sizes = tuple(sizes)
         encodings = {source.encoding for source in self.sources}
@@ -199,8 +199,10 @@ class _Reading:
     ) -> None:
         self._source, self._seed, self._epoch = source, seed, epoch
         self._replicas, self._rank = division.replicas, np.array([rank])
-        self._pieces: Iterator[Piece] = division.pieces(number)
-        self._skip, self._left, self._ahead, self._sequence = skip, 0, 0, -1
+        rounds = division.rounds(number, skip)
+        self._pieces: Iterator[Piece] = division.pieces(number, rounds)
+        self._skip = skip - rounds * division.left.sizes[number]
+        self._left, self._ahead, self._sequence = 0, 0, -1
 
     def read(self, samples: int) -> Iterator[Batch]:
         """Batches of so many samples together, fewer where some are damaged and left out."""
@@ -356,10 +358,18 @@ def _not_empty(weights: Any) -> Weights:
     return weights
 
 
+def _samples_of(epoch: Any) -> int:
+    """How many samples an epoch is to have: NumPy's integers, and 1e6, too."""
+    whole = isinstance(epoch, Integral) or (isinstance(epoch, float) and epoch.is_integer())
+    if not whole or not 0 < epoch <= MOST_SAMPLES:
+        raise InvalidArgument(f"samples_per_epoch={epoch!r}: give a whole number from 1 to {MOST_SAMPLES}")
+    return int(epoch)
+
+
 def _shares(weights: Weights, sources: Sequence[Source]) -> tuple[Fraction, ...]:
     """Of each source, exactly, with the sum 1."""
     for source, weight in weights.items():
-        if not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
+        if not isinstance(weight, Real) or isinstance(weight, bool) or not 0 <= weight <= _MOST_WEIGHT:
             raise InvalidArgument(f"the weight {weight!r} of {source!r} is not possible: give 0 or more")
     exact = [Fraction(str(weights.get(source, 0))) for source in sources]  # 0.1 is a tenth
     if not (total := sum(exact)):

@@ -7,6 +7,8 @@ and divides them, and a position in it is theirs.
 from __future__ import annotations
 
 import collections
+import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -81,6 +83,7 @@ def packed(
 
     Raises InvalidArgument for a block shorter than one token, and for samples that are not tokens.
     """
+    block, window, pad = _whole("block", block), _whole("window", window), _whole("pad", pad)
     if block < 1:
         raise InvalidArgument(f"a block of {block} tokens holds none: give block= at least 1")
     if window < 1:
@@ -96,7 +99,8 @@ def packed(
     if len(pieces.firsts) == 1:
         raise InvalidArgument(f"{store!r} has no tokens to pack: its sequences are empty")
     what = tokens if isinstance(tokens, str) else "function"
-    identity = joint_identity("packed", store.identity, str(block), what, str(window), str(pad))
+    lengths_sum = hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest()  # of functions, which differ
+    identity = joint_identity("packed", store.identity, str(block), what, str(window), str(pad), lengths_sum)
     return Packed(root, identity, pieces, _Form(block, pad, read))
 
 
@@ -309,22 +313,33 @@ def _reading_of(store: Store, tokens: Any) -> _Reading:
             f"tokens={tokens!r}: give a dtype, the name of a field, or a function of a sample"
         )
     if store.encoding == "raw":
-        dtype = DTYPES.get(np.dtype(tokens).newbyteorder("<").str) if _is_dtype(tokens) else None
+        dtype = DTYPES.get(_little_endian(tokens))
         if dtype is None or dtype.kind not in "iu":
             raise InvalidArgument(
                 f"tokens={tokens!r} is no integer dtype: the samples are bytes, so say of which tokens, such "
-                "as 'uint16'"
+                "as 'uint16'; they have to be little-endian"
             )
         return _Bytes(dtype)
     return _Field(tokens)
 
 
-def _is_dtype(text: str) -> bool:
+def _little_endian(text: str) -> str:
+    """The dtype's own name; nothing for what is none, or says that it is another byte order."""
     try:
-        np.dtype(text)
+        dtype = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError):
+        return ""
+    return "" if text.startswith(">") else dtype.newbyteorder("<").str
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        found = operator.index(value)
     except TypeError:
-        return False
-    return True
+        found = None
+    if found is None or isinstance(value, bool) or not -(1 << 63) <= found < 1 << 63:
+        raise InvalidArgument(f"{name}={value!r} is no whole number of 64 bits: give an int")
+    return found
 
 
 @dataclass(frozen=True)
@@ -334,7 +349,7 @@ class _Bytes:
     dtype: np.dtype[Any]
 
     def __call__(self, batch: Batch) -> list[Tokens]:
-        return [np.frombuffer(sample, self.dtype).astype(np.int64) for sample in batch]
+        return [_checked(np.frombuffer(sample, self.dtype)) for sample in batch]
 
 
 @dataclass(frozen=True)
@@ -376,6 +391,8 @@ def _checked(tokens: Any) -> Tokens:
         raise InvalidArgument(
             f"tokens of shape {array.shape} and dtype {array.dtype} cannot be packed: give [tokens] integers"
         )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidArgument(f"the token {array.max()} does not fit into int64, of which batches are")
     return array.astype(np.int64)
 
 

@@ -251,7 +251,7 @@ def filtered(store: Store, keep: Callable[[Sample], bool] | npt.ArrayLike) -> Fi
     if callable(keep):
         from penstock.samples.decode import decoded
 
-        chosen = evaluated(store, partial(decoded, keep), bool)
+        chosen = evaluated(store, partial(decoded, lambda sample: bool(keep(sample))), bool)
     else:
         chosen = np.asarray(keep)
     if chosen.dtype == bool and chosen.shape == (len(store),):
