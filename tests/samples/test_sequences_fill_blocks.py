@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import random
 from pathlib import Path
@@ -280,3 +281,17 @@ def test_a_position_of_another_tokenizer_is_refused(folder: Path) -> None:
     assert len(one) == len(other)
     with pytest.raises(InvalidArgument, match="of another store"):
         Loader(other, 1).load_state_dict(Loader(one, 1).state_dict())
+
+
+def test_a_forked_child_does_not_begin_another_epoch_unasked(folder: Path) -> None:
+    source = packed(mount(folder), 8, tokens="uint16")
+    source.sequence(seed=9)
+    source.bread(1)
+    child = os.fork()
+    if not child:
+        try:
+            source.bread(1)
+        except InvalidArgument as error:
+            os._exit(0 if "forked during an epoch" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -182,9 +182,13 @@ class Packed:
         """The next ``n`` blocks, as `Store.bread` says."""
         if n < 1:
             raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
-        if self._ahead is None or self._ahead.inherited:
+        if self._ahead is None:
             self.sequence()
         assert self._ahead is not None
+        if self._ahead.inherited:
+            raise InvalidArgument(
+                "this process was forked during an epoch, which goes on in its parent: call sequence()"
+            )
         batch = self._ahead.take(n)
         self.taken += 0 if batch is None else len(batch)
         return batch
