@@ -29,7 +29,7 @@ from penstock.samples.order import Indices, Segment, Slots
 from penstock.samples.store import Batch
 from penstock.samples.views import DerivedBatch, Source, bread_of, checked_source, joint_identity
 
-Weights = Mapping[Source, float]
+Weights = Mapping[Any, Any]  # by Source a number: type checkers would take no dict of Packed for it
 
 _MOST_WEIGHT = sys.float_info.max
 
@@ -366,7 +366,7 @@ def _samples_of(epoch: Any) -> int:
     return int(epoch)
 
 
-def _shares(weights: Weights, sources: Sequence[Source]) -> tuple[Fraction, ...]:
+def _shares(weights: Mapping[Source, float], sources: Sequence[Source]) -> tuple[Fraction, ...]:
     """Of each source, exactly, with the sum 1."""
     for source, weight in weights.items():
         if not isinstance(weight, Real) or isinstance(weight, bool) or not 0 <= weight <= _MOST_WEIGHT:
