@@ -174,8 +174,8 @@ class Folder:
 
 
 class Objects:
-    """The checkpoints under a URL. A name is never used twice, so that two managers overwrite nothing of each
-    other's; and what others may remove is not referred to, so that they break nothing."""
+    """The checkpoints under a URL. A name is never used twice: two managers overwrite nothing of each
+    other's, but one may remove what the other refers to."""
 
     is_exclusive = False
     is_held = True

@@ -42,8 +42,8 @@ class Manager(files.Closing):
 
     A process that is killed, at whatever moment, leaves its last checkpoint whole, and `latest` finds it.
     Until a manager is closed, or its process has ended, another one for the same directory is refused. URLs
-    have no locks: there, a manager refers only to what it has written itself, so that several break nothing
-    of each other's.
+    have no locks: give one to one manager at a time, since what it removes may be what another one's newest
+    checkpoint refers to. A manager refers only to what it has written there itself.
 
     Raises InvalidArgument for what cannot be kept, CheckpointError where the directory cannot be used.
     """
