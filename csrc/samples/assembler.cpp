@@ -19,16 +19,10 @@ constexpr std::uint64_t kAloneBytes = 128U << 10;
 constexpr std::size_t kOverAtOnce = 4;            // chunks that are let go together, where threads copy
 constexpr std::uint64_t kPartBytes = 64U << 10;  // of a copy: a smaller one is not worth waking a thread
 
-bool contains(const Extent& outer, const Extent& inner) {
-  return inner.partition == outer.partition && inner.data_file == outer.data_file &&
-         inner.offset >= outer.offset &&
-         inner.offset + inner.size_bytes <= outer.offset + outer.size_bytes;
-}
-
 // Whether a sample comes with a body. The chunk's checksum speaks for its own samples only: the entry of
 // another one that leads into it is damaged.
 bool holds(const Body& body, std::uint64_t sample, const Extent& extent) {
-  return sample - body.first < body.count && contains(body.extent, extent);
+  return sample - body.first < body.count && body.extent.contains(extent);
 }
 
 }  // namespace
@@ -162,7 +156,7 @@ void Assembler::load(Source& source, std::uint64_t chunk) {
   source.chunk = reader_.cache().use(chunk, source.body, stop_);
   if (source.chunk == nullptr) return;
   const auto& held = source.chunk->body().extent;
-  if (contains(held, source.body.extent)) {
+  if (held.contains(source.body.extent)) {
     source.memory = source.chunk->at(source.body.extent.offset);
   } else {  // the directory has changed since the chunk was read
     let_go(source);

@@ -38,6 +38,11 @@ struct Partition {
 struct Extent {
   std::uint32_t partition = 0, data_file = 0;
   std::uint64_t offset = 0, size_bytes = 0;
+
+  bool contains(const Extent& inner) const {
+    return inner.partition == partition && inner.data_file == data_file && inner.offset >= offset &&
+           inner.offset + inner.size_bytes <= offset + size_bytes;
+  }
 };
 
 // What one read takes of a chunk: its samples, but for a long edge.

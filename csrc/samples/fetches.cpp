@@ -13,10 +13,6 @@ namespace penstock::samples {
 
 namespace {
 
-bool contains(const Extent& outer, const Extent& inner) {
-  return inner.offset >= outer.offset && inner.offset + inner.size_bytes <= outer.offset + outer.size_bytes;
-}
-
 std::tuple<std::uint32_t, std::uint32_t, std::uint64_t> place_of(const Extent& extent) {
   return {extent.partition, extent.data_file, extent.offset};
 }
@@ -54,7 +50,7 @@ Piece Fetches::piece_of(const Read& read) const {
   piece.wanted = piece.extent;
   if (read.sample != kWholeChunk) {
     piece.wanted = read.extent;
-    if (!contains(piece.extent, read.extent)) {
+    if (!piece.extent.contains(read.extent)) {
       piece.extent = read.extent;
       piece.bit = kEdgeHeld;
     }
