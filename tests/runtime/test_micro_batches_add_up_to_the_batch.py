@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 import penstock
+from penstock.capture import tracer
+from penstock.capture.datasheets import DataSheet
 from tests.support.runs import (
     HARDWARE,
     Bits,
@@ -373,9 +375,12 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_auto_chooses_once_more_by_what_the_first_step_measured(
-    opened: Callable[..., penstock.Offload],
+    opened: Callable[..., penstock.Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel takes as long for one sample as for all: larger parts are faster, though they move more."""
+    # Estimates of a busy processor would say that it takes longer for more samples.
+    sheet = DataSheet({32: 1e11}, bytes_per_s=1e12, launch_s=5e-6, efficiency=1.0)
+    monkeypatch.setattr(tracer, "measure_cpu", lambda: sheet)
 
     def program(split: Callable[..., Any]) -> Program:
         def trained(step: Step) -> Bits:
