@@ -35,6 +35,7 @@ from penstock.samples.epochs import from_state
 from penstock.samples.interleaving import Division, Left
 from penstock.samples.order import Segment
 from tests.support.remote_stores import serving, url_of
+from tests.support.sample_stores import flat, received
 from tests.support.stores import write_store
 
 pytestmark = [
@@ -79,14 +80,6 @@ def loaders(
         )
         for rank in range(world)
     ]
-
-
-def received(loader: Loader, batches: int | None = None) -> list[list[int]]:
-    return list(loader) if batches is None else list(itertools.islice(loader, batches))
-
-
-def flat(batches: Sequence[Sequence[int]]) -> list[int]:
-    return [index for batch in batches for index in batch]
 
 
 def check_passes(seen: list[int], draws: Sequence[int]) -> None:

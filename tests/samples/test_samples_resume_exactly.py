@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from penstock.errors import InvalidArgument
 from penstock.samples import mount
 from penstock.samples.epochs import from_state, merge_states
 from penstock.samples.loader import Loader
+from tests.support.sample_stores import flat, received
 from tests.support.stores import write_store
 
 SAMPLES = 157
@@ -42,14 +41,6 @@ def loaders(folder: Path, order: str, world: int, batch_size: int, **options: An
         )
         for rank in range(world)
     ]
-
-
-def received(loader: Loader, batches: int | None = None) -> list[list[int]]:
-    return list(loader) if batches is None else list(itertools.islice(loader, batches))
-
-
-def flat(batches: Sequence[Sequence[int]]) -> list[int]:
-    return [index for batch in batches for index in batch]
 
 
 STATE_FIELDS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from penstock.samples import Loader
 from penstock.samples import store as stores
 from tests.support.stores import write_store
 
@@ -55,3 +57,12 @@ def epoch(store: stores.Store, n: int = 7) -> dict[int, bytes]:
             found[index] = bytes(batch[place])
     assert store.bread(n) is None
     return found
+
+
+def received(loader: Loader, batches: int | None = None) -> list[list[int]]:
+    """The indices of its batches, where it decodes them to that: so many batches, or all."""
+    return list(loader) if batches is None else list(itertools.islice(loader, batches))
+
+
+def flat(batches: Sequence[Sequence[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]

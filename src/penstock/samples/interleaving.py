@@ -111,7 +111,7 @@ class Piece(NamedTuple):
         return numbers, share(self.draws, numbers, replicas)
 
 
-def share(draws: int, numbers: Counts, replicas: int) -> Counts:
+def share(draws: int | Counts, numbers: Counts, replicas: int) -> Counts:
     """How many of so many draws, dealt in turn, each of these replicas has."""
     return draws // replicas + (numbers < draws % replicas)
 
@@ -199,7 +199,7 @@ class Division:
     def quotas(self, ranks: Counts) -> list[Counts]:
         """[stages] [ranks, sources]: how much each of the replicas draws of each source."""
         numbers = (ranks[:, None] - self._dealers) % self.replicas
-        ends = [ends // self.replicas + (numbers < ends % self.replicas) for ends in self._ends]
+        ends = [share(draws, numbers, self.replicas) for draws in self._ends]
         return [end - begin for begin, end in pairwise(ends)]
 
     def begins(self, ranks: Counts, quotas: Counts) -> Counts:

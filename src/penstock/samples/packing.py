@@ -25,7 +25,7 @@ from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import Block, RawSample, Source
 from penstock.samples.writing import Packed, StoreWriter
 from penstock.storage.nvme.url import is_url
-from penstock.storage.objects import is_object_url
+from penstock.storage.objects import was_object_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -96,7 +96,7 @@ def pack(
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
         )
-    if is_url(dest) or is_object_url(os.fspath(dest).replace(":/", "://", 1)):  # a Path has one slash
+    if is_url(dest) or was_object_url(dest):
         raise InvalidArgument(
             f"{dest} is not a local folder: pack to one, and then upload the store (penstock samples upload)"
         )

@@ -27,7 +27,7 @@ from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S
 from penstock.storage.nvme.url import is_url
-from penstock.storage.objects import is_object_url
+from penstock.storage.objects import is_object_url, was_object_url
 from penstock.storage.threads import in_parallel
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def places_of(
     and for a URL that is none.
     """
     if isinstance(path, str | os.PathLike):
-        if not isinstance(path, str) and is_object_url(os.fspath(path).replace(":/", "://", 1)):
+        if not isinstance(path, str) and was_object_url(path):
             raise InvalidArgument(f"{path} was a URL before it became a path: give it as text")
         if is_object_url(path):
             from penstock.samples.objects.place import object_places

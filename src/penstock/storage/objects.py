@@ -67,6 +67,11 @@ def is_object_url(path: object) -> bool:
     return isinstance(path, str) and _URL.match(path) is not None
 
 
+def was_object_url(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` was such a URL before it became a path, which has one slash."""
+    return is_object_url(os.fspath(path).replace(":/", "://", 1))
+
+
 class Bucket:
     """The objects under a URL. Any number of threads may use it; nothing is asked before it is needed.
 
