@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,41 +19,13 @@ from penstock import checkpoint
 from penstock.checkpoint import background, pieces
 from penstock.errors import CheckpointError
 from penstock.storage.native import PosixTransport
-from penstock.storage.transfer import Transfer, Transport
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport, direct_path
+from tests.support.held_transport import HeldTransport, held
 from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
 
-
-class HeldTransport:
-    """Requests wait until it is let go."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.methods = inner.methods
-        self.inner = inner
-        self.goes = threading.Event()
-        self.began = threading.Event()
-
-    def submit(self, transfers: Sequence[Transfer]) -> None:
-        self.began.set()
-        assert self.goes.wait(60)
-        self.inner.submit(transfers)
-
-    def cancel(self, transfers: Sequence[Transfer]) -> int:
-        return self.inner.cancel(transfers)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldTransport]:
-    transport = HeldTransport(PosixTransport())
-    monkeypatch.setattr(pieces, "shared_path", lambda: direct_path(transport))
-    yield transport
-    transport.goes.set()
-    transport.close()
+__all__ = ["held"]
 
 
 @pytest.mark.parametrize("name", STATES)

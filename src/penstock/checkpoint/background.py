@@ -9,17 +9,58 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.checkpoint.remote import ObjectPath
 from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("penstock")
 
 # The most bytes that copies of states take together, unless a single one takes more, and the most saves.
 MOST_COPIED_BYTES = 1 << 30
 MOST_SAVES = 64
+
+
+class Snapshot(Protocol):
+    """Some of a list of tensors, by index: they keep their bytes until these were taken.
+
+    failed   why that could not be kept; empty: it is
+    """
+
+    failed: str
+
+    def __contains__(self, index: int) -> bool: ...
+
+    def wanted(self) -> int | None:
+        """The tensor that should be taken next, as somebody waits to write to it; None: no matter which."""
+
+    def copy(self, index: int, begin: int, size_bytes: int, to: int) -> int:
+        """Copy bytes of a tensor, each of them once. Returns their CRC-32C. They count only where it has not
+        `failed` then."""
+        ...
+
+    def close(self) -> None:
+        """All tensors can be written."""
+
+
+TakeSnapshot = Callable[[Sequence["torch.Tensor"]], Snapshot]
+_take_snapshot: list[TakeSnapshot] = []  # of the run that is open
+
+
+def take_snapshots(take: TakeSnapshot) -> Callable[[], None]:
+    """Saves in the background take their bytes by ``take`` from now on. Returns a function that undoes it."""
+    _take_snapshot.append(take)
+    return lambda: _take_snapshot.remove(take)
+
+
+def snapshot_of(tensors: Sequence[torch.Tensor]) -> Snapshot | None:
+    """None: no run is open that takes any."""
+    return _take_snapshot[-1](tensors) if _take_snapshot else None
 
 
 class SaveHandle:
@@ -171,6 +212,7 @@ def _after_fork() -> None:
         handle._leave_to_parent()
     _copies.clear()
     _going.clear()
+    _take_snapshot.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)  # the threads stay with the parent

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.checkpoint import background
-from penstock.checkpoint.background import SaveHandle
+from penstock.checkpoint.background import SaveHandle, Snapshot
 from penstock.checkpoint.failures import cannot_write, os_error
 from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, Reference, encode
 from penstock.checkpoint.pieces import (
@@ -99,7 +99,9 @@ def save(
                new one is complete; if the save fails or the process is killed, it stays as it was
     wait       False copies the tensors, so that they can change, and writes in the background. Copies
                take at most 1 GiB at once, or the size of one state where that is more: further saves
-               wait here until earlier ones have been written and their copies released
+               wait here until earlier ones have been written and their copies released. In a run on a CPU,
+               where ``path`` is a file, tensors of 64 KiB and more are not copied: what writes to one waits
+               until its bytes were taken
     metadata   texts that any reader of safetensors files can see
     group      of torch.distributed: all its processes call this, its first one writes, and the others wait
                for that, no longer than the group's time-out. None: every process that calls this writes,
@@ -172,18 +174,25 @@ def save_in_background(
     io: IoOptions | None,
     then: Callable[[], None] = lambda: None,
 ) -> SaveHandle:
-    """Copy what is to be written, and write it. ``then`` is called once it is durable and in place."""
+    """Take what is to be written as it is now, and write it. ``then`` is called once it is durable and in
+    place."""
     with contextlib.ExitStack() as held:
         write: Callable[[], None]
         if isinstance(path, ObjectPath):
             no_io_paths(path, io)
             held.enter_context(background.room_for(contents.data_bytes))
-            write = partial(_upload, held.enter_context(_snapshot(contents, path)), path)
+            write = partial(_upload, held.enter_context(_copied(contents, path)), path)
         else:
             way = io_path("write", path, contents.size_bytes, io)
-            held.enter_context(background.room_for(contents.data_bytes))
-            replacement = held.enter_context(_replacement(path, contents.size_bytes))
-            write = partial(_write, held.enter_context(_snapshot(contents, path)), replacement, way)
+            if (snapshot := background.snapshot_of(contents.tensors)) is not None:
+                held.callback(snapshot.close)
+                contents = held.enter_context(_copied_beside(snapshot, contents, path))
+                replacement = held.enter_context(_replacement(path, contents.size_bytes))
+                write = partial(_write_through, contents, replacement, way, snapshot)
+            else:
+                held.enter_context(background.room_for(contents.data_bytes))
+                replacement = held.enter_context(_replacement(path, contents.size_bytes))
+                write = partial(_write, held.enter_context(_copied(contents, path)), replacement, way)
             path = replacement.path
 
         def work() -> None:
@@ -278,18 +287,42 @@ def _place(stored: Stored) -> tuple[bool, int]:
     return stored.tensor.nbytes % PAGE_BYTES != 0, -stored.tensor.element_size()
 
 
-def _write_through(contents: Contents, replacement: Replacement, way: IoPath) -> None:
+def _write_through(
+    contents: Contents, replacement: Replacement, way: IoPath, snapshot: Snapshot | None = None
+) -> None:
     """Write straight from the tensors, through a few buffers."""
     checksums = Checksums(contents.entries)
     pool = BufferPool(align_up(contents.data_bytes, PAGE_BYTES), pinned=not contents.on_host)
 
     def gathered() -> Iterator[_Gathered]:
-        for piece in split(contents.entries, contents.header_bytes):
+        pieces = split(contents.entries, contents.header_bytes)
+        for piece in pieces if snapshot is None else _wanted_first(snapshot, pieces):
             buffer = pool.take()
-            _gather(contents, piece, buffer.address, checksums)
+            _gather(contents, piece, buffer.address, checksums, snapshot)
+            if snapshot is not None and snapshot.failed:
+                raise CheckpointError(
+                    f"checkpoint {replacement.path} cannot be written: {snapshot.failed}. What was there "
+                    "before is there. Save again, or with wait=True"
+                )
             yield piece, buffer.address, buffer
 
     _write(_Gathering(contents, checksums, gathered()), replacement, way, pool.give)
+
+
+def _wanted_first(snapshot: Snapshot, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """All pieces: in order, but first those of tensors that somebody waits to write to."""
+    waiting = dict(enumerate(pieces))
+    of: dict[int, set[int]] = {}  # by tensor
+    for number, piece in waiting.items():
+        for part in piece.parts:
+            of.setdefault(part.entry, set()).add(number)
+    while waiting:
+        wanted = snapshot.wanted()
+        number = next(iter(waiting)) if wanted is None else min(of[wanted])
+        piece = waiting.pop(number)
+        for part in piece.parts:
+            of[part.entry].discard(number)
+        yield piece
 
 
 class _Gathering(NamedTuple):
@@ -301,18 +334,45 @@ class _Gathering(NamedTuple):
 
 
 @contextlib.contextmanager
-def _snapshot(contents: Contents, path: Path | ObjectPath) -> Iterator[_Gathering]:
+def _copied_beside(snapshot: Snapshot, contents: Contents, path: Path) -> Iterator[Contents]:
+    """With copies in the place of tensors that ``snapshot`` does not contain."""
+    copied = [index for index in range(len(contents.tensors)) if index not in snapshot]
+    sizes = [align_up(contents.tensors[index].nbytes, 64) for index in copied]
+    with background.room_for(sum(sizes)):
+        buffer = _buffer(sum(sizes), contents, path)
+        tensors = list(contents.tensors)
+        address = buffer.address
+        for index, size_bytes in zip(copied, sizes, strict=True):
+            if data_bytes := tensors[index].nbytes:
+                copy = host_bytes(address, data_bytes)
+                _copy(tensors[index], 0, data_bytes, address)
+                tensors[index] = copy
+            address += size_bytes
+        try:
+            yield replace(contents, tensors=tuple(tensors))
+        finally:
+            del buffer
+            tensors.clear()
+
+
+def _buffer(size_bytes: int, contents: Contents, path: Path | ObjectPath) -> AlignedBuffer:
+    """Raises CheckpointError where there is not enough memory."""
+    try:
+        return AlignedBuffer(align_up(max(size_bytes, 1), PAGE_BYTES))
+    except OSError as error:
+        if isinstance(path, ObjectPath):
+            raise path.failure(error) from error
+        raise cannot_write(path, error, contents.size_bytes) from error
+
+
+@contextlib.contextmanager
+def _copied(contents: Contents, path: Path | ObjectPath) -> Iterator[_Gathering]:
     """Copies the tensors as they are now, as they will lie in the file. The copy is freed at the end: others
     may hold the value as long as its error.
 
     Raises CheckpointError where there is not enough memory.
     """
-    try:
-        buffer = AlignedBuffer(align_up(max(contents.data_bytes, 1), PAGE_BYTES))
-    except OSError as error:
-        if isinstance(path, ObjectPath):
-            raise path.failure(error) from error
-        raise cannot_write(path, error, contents.size_bytes) from error
+    buffer = _buffer(contents.data_bytes, contents, path)
     begin, checksums = contents.header_bytes, Checksums(contents.entries)
     gathered: list[_Gathered] = [
         (piece, buffer.address + piece.offset - begin, buffer) for piece in split(contents.entries, begin)
@@ -403,17 +463,24 @@ def _write(
         raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
 
 
-def _gather(contents: Contents, piece: Piece, address: int, checksums: Checksums) -> None:
+def _gather(
+    contents: Contents, piece: Piece, address: int, checksums: Checksums, snapshot: Snapshot | None = None
+) -> None:
     """Copy the tensors' bytes of ``piece`` to ``address``."""
     for part in piece.parts:
-        tensor, size_bytes = contents.tensors[part.entry], part.size_bytes
         to = address + part.offset - piece.offset
         begin = part.offset - contents.header_bytes - contents.entries[part.entry].begin
-        if is_on_host(tensor):
-            crc = copy_crc32c(to, tensor.data_ptr() + begin, size_bytes)
+        if snapshot is not None and part.entry in snapshot:
+            crc = snapshot.copy(part.entry, begin, part.size_bytes, to)
         else:
-            with torch.no_grad():
-                data = tensor.view(-1).view(torch.uint8)[begin : begin + size_bytes]
-                host_bytes(to, size_bytes).copy_(data)
-            crc = crc32c_at(to, size_bytes)
+            crc = _copy(contents.tensors[part.entry], begin, part.size_bytes, to)
         checksums.add(part, crc)
+
+
+def _copy(tensor: torch.Tensor, begin: int, size_bytes: int, to: int) -> int:
+    """Copy bytes of a tensor to an address; returns their CRC-32C."""
+    if is_on_host(tensor):
+        return copy_crc32c(to, tensor.data_ptr() + begin, size_bytes)
+    with torch.no_grad():
+        host_bytes(to, size_bytes).copy_(tensor.view(-1).view(torch.uint8)[begin : begin + size_bytes])
+    return crc32c_at(to, size_bytes)

@@ -26,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.faults import start_serving, stop_serving
+from penstock.runtime.snapshots import Snapshots
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage
 
 logger = logging.getLogger("penstock")
@@ -120,6 +121,7 @@ class Recomputation:
         self.recomputed_bytes = 0
         self.recompute_s = 0.0
         self.kept = 0
+        self.snapshots = Snapshots(device, engine, self)
         engine.recompute = self.recompute
 
     def begin_step(self) -> None:
@@ -197,13 +199,13 @@ class Recomputation:
             if managed in self._recipes:
                 self._remove(self._recipes[managed])
             self._recipes[managed] = recipe
-            self._watch(managed, +1)
+            self.watch(managed, +1)
         for managed in reads:
             self._readers.setdefault(managed, []).append(recipe)
-            self._watch(managed, +1)
+            self.watch(managed, +1)
 
-    def _watch(self, managed: ManagedStorage, change: int) -> None:
-        """Count a recipe that a write to the storage invalidates: +1 or -1."""
+    def watch(self, managed: ManagedStorage, change: int) -> None:
+        """Count what needs the storage's present content, a recipe or a save: +1 or -1."""
         managed.recipes += change
         storage = managed.storage()
         if storage is not None and managed.movable:
@@ -213,13 +215,13 @@ class Recomputation:
         """Delete a recipe none of whose outputs is dropped."""
         for managed in recipe.makes:
             if self._recipes.pop(managed, None) is not None:
-                self._watch(managed, -1)
+                self.watch(managed, -1)
         for managed in recipe.reads:
             readers = self._readers[managed]
             readers.remove(recipe)
             if not readers:
                 del self._readers[managed]
-            self._watch(managed, -1)
+            self.watch(managed, -1)
         recipe.held.clear()
 
     # -- dropping ------------------------------------------------------------------------------
@@ -317,7 +319,9 @@ class Recomputation:
             recipe.held.clear()
 
     def will_write(self, managed: ManagedStorage) -> None:
-        """The storage is about to be written: recompute first what depends on its present content."""
+        """The storage is about to be written: recompute first what depends on its present content, and wait
+        for the save that is to have it."""
+        self.snapshots.will_write(managed)
         for recipe in list(self._readers.get(managed, ())):
             self._finish(recipe)
         if (own := self._recipes.get(managed)) is not None:
@@ -382,6 +386,10 @@ class Recomputation:
             managed = self.find(address)
             if managed is not None:
                 self._recompute_for_lock_holder(managed)
+            if managed is not None and is_write:
+                self.snapshots.give_up(
+                    "a finalizer wrote, amid the run's own work, to what it saves", managed
+                )
             if managed is None or (is_write and managed.recipes):
                 raise PenstockError(
                     "a finalizer writes, amid the run's own work, to a tensor that others are recomputed "

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from penstock.capture.compiler import regions_divided
 from penstock.capture.recorder import make_trace
 from penstock.capture.regions import compiled_regions_visible
+from penstock.checkpoint.background import take_snapshots
 from penstock.checkpoint.pieces import use_few_buffers
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -97,6 +98,7 @@ class Offload:
         if self._device.memory.in_arena:
             read_in_pieces()
             self._undo.callback(use_few_buffers())
+            self._undo.callback(take_snapshots(self._clock.recomputation.snapshots.take))
         self._undo.enter_context(compiled_regions_visible())
         self._undo.enter_context(regions_divided(self._engine.budget_bytes))
         self._undo.callback(register_optimizer_step_pre_hook(self._warn_outside_a_step).remove)
@@ -429,6 +431,7 @@ class Offload:
             self._at_close.pop()()
         if self._in_step:
             raise InvalidArgument("a step is open: leave it before you close the run")
+        self._clock.recomputation.snapshots.finish()
         try:
             with self._interrupts:
                 self._closed = True

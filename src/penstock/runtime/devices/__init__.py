@@ -13,6 +13,7 @@ from penstock.core.trace import Trace
 from penstock.errors import PenstockError
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storages import ManagedStorage, Storages
+from penstock.storage.aligned import AlignedBuffer
 
 if TYPE_CHECKING:
     from penstock.runtime.copy_engine import CopyEngine
@@ -136,6 +137,12 @@ class Device(Protocol):
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
         """Copy the slot's bytes to the memory that `prepare` took, or expand what is packed on the device."""
+
+    def read_copy(
+        self, managed: ManagedStorage, buffer: AlignedBuffer, done: Callable[[Exception | None], None]
+    ) -> bool:
+        """Read what is away to a buffer beside the budget. False: the slot does not have it as it was."""
+        ...
 
     def raise_priority(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""

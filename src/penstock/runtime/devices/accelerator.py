@@ -54,6 +54,7 @@ from penstock.runtime.kernel_times import Timed
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage, Storages
+from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.spill import SpillSpace
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
@@ -441,6 +442,11 @@ class AcceleratorDevice:
 
     def join(self, managed: ManagedStorage) -> bool:
         return self._copies.join(managed)
+
+    def read_copy(
+        self, managed: ManagedStorage, buffer: AlignedBuffer, done: Callable[[Exception | None], None]
+    ) -> bool:
+        return False
 
     def raise_priority(self, managed: ManagedStorage) -> None:
         self._copies.raise_priority(managed)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from penstock import _native
+from penstock._native import PREFETCH
 from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
@@ -29,6 +30,7 @@ from penstock.runtime.copy_engine import IN_FLIGHT_BYTES, CopyEngine
 from penstock.runtime.devices import Done, Moved
 from penstock.runtime.storage_methods import resize
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
+from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import SpillSpace, Transfer
 from penstock.units import format_bytes_up
@@ -407,6 +409,21 @@ class CpuDevice:
             functools.partial(self._was_read, managed, report),
             priority=priority,
         )
+
+    def read_copy(
+        self, managed: ManagedStorage, buffer: AlignedBuffer, done: Callable[[Exception | None], None]
+    ) -> bool:
+        if managed.gone or managed.slot.packing.packed_bytes:
+            return False
+        self._spill.read(
+            managed.slot.extent,
+            buffer.address,
+            _page_bytes(managed.size_bytes),
+            buffer,
+            lambda transfer: done(transfer.error),
+            priority=PREFETCH,
+        )
+        return True
 
     def _expand(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
