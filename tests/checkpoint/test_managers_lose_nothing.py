@@ -332,16 +332,24 @@ def test_a_manager_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(left_in(tmp_path / "run")) == 2 and not left_in(tmp_path / "other" / "run")
 
 
-def test_what_is_converted_in_place_is_still_referred_to(tmp_path: Path) -> None:
-    state, first = {"a": numbers(100_000), "b": numbers(10)}, tmp_path / "step-0000000000.safetensors"
+def test_what_others_refer_to_is_not_converted_in_place(tmp_path: Path) -> None:
+    state = {"a": numbers(100_000), "b": numbers(50_000), "c": numbers(10)}
     with Manager(tmp_path) as manager:
-        manager.save(state, 0)
-        manager.save(state, 1, wait=True)
-        checkpoint.convert(first, first, overwrite=True)
-        assert same(checkpoint.load(manager.latest()), state)
+        for step in range(3):
+            if step == 1:
+                state["b"] = numbers(50_000, seed=1)
+            manager.save({**state, "step": step}, step, wait=True)
+        first, second, third = map(Path, (each.path for each in checkpoint.ls(tmp_path)))
+        for place in (first, second):
+            with pytest.raises(penstock.InvalidArgument, match="could not be loaded any more"):
+                checkpoint.convert(place, place, overwrite=True)
+        checkpoint.convert(third, third, overwrite=True)
+        assert same(checkpoint.load(manager.latest()), {**state, "step": 2})
+        manager.save({**state, "step": 3}, 3, wait=True)
+        assert same(checkpoint.load(manager.latest()), {**state, "step": 3})
         checkpoint.save({**state, "a": numbers(100_000, seed=1)}, first)
         with pytest.raises(penstock.InvalidCheckpoint, match="it is another file by now"):
-            checkpoint.load(manager.latest())
+            checkpoint.load(second)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -394,6 +402,16 @@ def test_a_second_manager_is_refused(tmp_path: Path) -> None:
         )
         assert other.returncode == 1 and "another manager has" in other.stderr
     Manager(tmp_path).close()
+
+
+def test_a_manager_without_its_lock_saves_no_more(tmp_path: Path) -> None:
+    with Manager(tmp_path, keep_last=1) as manager:
+        manager.save({"a": numbers(10)}, 0, wait=True)
+        (tmp_path / ".penstock.lock").unlink()
+        with Manager(tmp_path) as second:
+            with pytest.raises(penstock.InvalidArgument, match="removed the file of its lock"):
+                manager.save({"a": numbers(10)}, 1)
+            second.save({"a": numbers(10)}, 1, wait=True)
 
 
 def test_a_child_does_not_keep_the_directory(tmp_path: Path) -> None:

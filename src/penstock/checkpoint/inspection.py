@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from penstock.checkpoint.failures import cannot_write
 from penstock.checkpoint.header import DEVICES, FOR_TORCH
+from penstock.checkpoint.listing import referring_to
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.source import PathLike, Source, place_of
@@ -130,7 +131,8 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     source        a file or object: of penstock.save, of torch.save (a file), or of another writer of
                   safetensors files
     destination   ``.safetensors`` for penstock's format, ``.pt``, ``.pth`` or ``.bin`` for torch's
-    overwrite     replace a file that is there, which may be the source; else it is an error
+    overwrite     replace a file that is there, which may be the source; else it is an error. Not one that
+                  increments beside it refer to
 
     The source is verified and mapped, and its tensors go from there to the destination. They lose the devices
     they were saved from. What lies at a URL is copied to a file as it is, unless others wrote it or it is an
@@ -151,6 +153,10 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     if not overwrite and (place.exists() if isinstance(place, ObjectPath) else os.path.lexists(place)):
         raise InvalidArgument(
             f"{place} exists: give another path, or have it replaced (overwrite=True, --overwrite)"
+        )
+    if isinstance(place, Path) and (others := referring_to(place)):
+        raise InvalidArgument(
+            f"{place} has tensors of {others[0]}, which could not be loaded any more: give another path"
         )
     with Source(source) as opened:
         is_own = not opened.is_torch and opened.header.written_by_penstock and not opened.header.elsewhere

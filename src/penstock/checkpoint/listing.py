@@ -92,6 +92,13 @@ def tensors_of(path: Path | ObjectPath) -> dict[str, Reference]:
         }
 
 
+def referring_to(path: Path) -> list[str]:
+    """The checkpoints beside this one that have tensors in it. Raises CheckpointError."""
+    if not _NAME.fullmatch(path.name) or not path.exists():
+        return []
+    return [each.path for each in ls(path.parent) if path.name in each.elsewhere]
+
+
 class Folder:
     """A directory with checkpoints. `Objects` has the same methods."""
 
@@ -162,8 +169,14 @@ class Folder:
 
     @property
     def is_held(self) -> bool:
-        """Between `acquire` and `release`, and not in a child of fork."""
-        return self._lock >= 0
+        """Between `acquire` and `release`, not in a child of fork, and while nobody removes the file of the
+        lock: another manager could lock another one."""
+        try:
+            return self._lock >= 0 and os.path.samestat(
+                os.fstat(self._lock), os.stat(self.path / _LOCK, follow_symlinks=False)
+            )
+        except OSError:
+            return False
 
     def release(self, *, in_child: bool = False) -> None:
         lock, self._lock = self._lock, -1

@@ -118,7 +118,8 @@ class Manager(files.Closing):
     def _save(self, state: Any, step: int, metadata: Metadata, wait: bool) -> SaveHandle:
         if self._is_closed or not self._folder.is_held:
             raise InvalidArgument(
-                f"the manager of {self._folder.path} is closed, or its process was forked: make another one"
+                f"the manager of {self._folder.path} is closed, its process was forked, or somebody removed "
+                "the file of its lock: make another one"
             )
         if type(step) is not int or not 0 <= step < 10**18:
             raise InvalidArgument(f"step is {step!r}: give a whole number from 0")
@@ -197,8 +198,8 @@ class Manager(files.Closing):
         if self._keep_every is not None:
             kept += [name for name in names if self._saved[name].step % self._keep_every == 0]
         needed = self._needed(kept)
-        # The newest first: at each moment all that are left are whole.
-        for name in [name for name in reversed(names) if name not in needed]:
+        removed = [name for name in reversed(names) if name not in needed] if self._folder.is_held else []
+        for name in removed:  # the newest first: at each moment all that are left are whole
             try:
                 self._folder.remove(name)
             except OSError as error:  # an ObjectError too

@@ -205,14 +205,16 @@ class Packed:
         for place, begin, length in zip(
             places.tolist(), pieces.begins[chosen].tolist(), pieces.lengths[chosen].tolist(), strict=True
         ):
-            run = found[place][begin : begin + length]
-            if len(run) != length:
+            end, there = begin + length, len(found[place])
+            # A piece that is no whole block is the last of its sequence.
+            if there < end or (there > end and length < form.block):
                 sample = int(samples[place])
                 raise SampleError(
-                    f"sample {sample} ({self.store.name(sample)!r}) has {len(found[place])} tokens, fewer "
-                    "than when it was packed: tokens= must be a pure function"
+                    f"sample {sample} ({self.store.name(sample)!r}) has {there} tokens, "
+                    f"{'fewer' if there < end else 'more'} than when it was packed: tokens= must be a pure "
+                    "function"
                 )
-            runs.append(run)
+            runs.append(found[place][begin:end])
         return PackedBatch(blocks, runs, firsts, form.block, form.pad)
 
 
