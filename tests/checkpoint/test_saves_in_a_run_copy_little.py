@@ -88,6 +88,22 @@ def test_who_writes_waits_until_it_is_taken(
     assert_saved(tmp_path / "state", expected)
 
 
+def test_what_somebody_waits_for_is_taken_next(held: HeldTransport, tmp_path: Path) -> None:
+    with penstock.offload(device_budget=128 * MIB, spill_dir=tmp_path, hardware=HARDWARE):
+        state = many(24, 1 << 20)
+        handle = penstock.save(state, tmp_path / "state", wait=False)
+        assert held.began.wait(60)
+        writer = threading.Thread(target=by_kernel, args=(state["t23"],))
+        writer.start()
+        writer.join(0.5)
+        held.goes.set()
+        writer.join()
+        handle.wait()
+    last = held.offsets.index(max(held.offsets))
+    assert len(held.offsets) == 25 and last < 12, held.offsets
+    assert_saved(tmp_path / "state", many(24, 1 << 20))
+
+
 def test_it_takes_no_memory_for_a_copy(held: HeldTransport, run: Offload, tmp_path: Path) -> None:
     state = many(12, 1 << 20)  # 48 MiB
     torch.stack([tensor.sum() for tensor in state.values()])

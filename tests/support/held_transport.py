@@ -14,17 +14,22 @@ from tests.support.faulty_transport import direct_path
 
 
 class HeldTransport:
-    """Requests wait until it is let go."""
+    """Requests wait until it is let go.
+
+    offsets   of those that went on, in order
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.methods = inner.methods
         self.inner = inner
         self.goes = threading.Event()
         self.began = threading.Event()
+        self.offsets: list[int] = []
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         self.began.set()
         assert self.goes.wait(60)
+        self.offsets += [transfer.offset for transfer in transfers]
         self.inner.submit(transfers)
 
     def cancel(self, transfers: Sequence[Transfer]) -> int:

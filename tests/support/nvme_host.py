@@ -87,7 +87,7 @@ class Queue:
         sqe[4] = 1
         struct.pack_into("<HHHBxI", sqe, 40, 0, qid, size - 1, 0 if flow_control else 4, kato_ms)
         result, _ = self.run(sqe, data.ljust(1024, b"\0"), in_capsule=True)
-        self.cntlid, self.authentication = result & 0xFFFF, result >> 16 & 3
+        self.cntlid, self.authentication = result & 0xFFFF, result >> 17 & 3
 
     def close(self) -> None:
         self.socket.close()

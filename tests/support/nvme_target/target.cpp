@@ -1111,7 +1111,7 @@ bool Connection::connect(const u8* sqe, const u8* data, std::size_t data_bytes) 
   flow_control = (attributes & 4) == 0;
   connected = true;
   u8 result[8] = {};
-  store<u32>(result, controller->cntlid | static_cast<u32>(option(kAuth)) << 16);
+  store<u32>(result, controller->cntlid | static_cast<u32>(option(kAuth)) << 17);
   if (g_patched)
     if (const auto found = g_patches.find(queue ? "io_connect" : "connect"); found != g_patches.end())
       for (const auto& one : found->second)
