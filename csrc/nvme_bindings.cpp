@@ -34,8 +34,17 @@ nb::bytes bytes_of(const std::array<std::byte, size>& array) {
 
 constexpr std::size_t kMostNqnBytes = 223;
 
-Options options_of(const std::string& host, int port, const std::string& subsystem_nqn,
-                   const std::string& host_nqn, const nb::bytes& host_id) {
+// The number of the hash that binds it to a name, and the key; empty: none.
+Key key_of(const nb::bytes& given) {
+  const auto* octets = static_cast<const std::byte*>(given.data());
+  if (given.size() == 0) return {};
+  const auto hash = std::to_integer<std::uint8_t>(octets[0]);
+  if (hash > kLastHash || given.size() < 2) throw nb::value_error("a key is the number of a hash, and its bytes");
+  return {static_cast<Hash>(hash), Octets(octets + 1, octets + given.size())};
+}
+
+Options options_of(const std::string& host, int port, const std::string& subsystem_nqn, const std::string& host_nqn,
+                   const nb::bytes& host_id, const nb::bytes& host_key, const nb::bytes& controller_key) {
   if (port < 1 || port > 65535) throw nb::value_error("port must be 1 to 65535");
   if (host.empty() || host.find('\0') != std::string::npos) throw nb::value_error("host must not be empty");
   for (const auto& nqn : {subsystem_nqn, host_nqn})
@@ -48,6 +57,7 @@ Options options_of(const std::string& host, int port, const std::string& subsyst
   options.subsystem_nqn = subsystem_nqn;
   options.host_nqn = host_nqn;
   std::memcpy(options.host_id.data(), host_id.data(), options.host_id.size());
+  options.keys = {key_of(host_key), key_of(controller_key)};
   return options;
 }
 
@@ -93,10 +103,10 @@ class PyController {
 };
 
 void construct(PyController* self, const std::string& host, int port, const std::string& subsystem_nqn,
-               const std::string& host_nqn, const nb::bytes& host_id, unsigned queues, unsigned depth,
-               bool header_digest, bool data_digest, bool io_uring, double connect_timeout_s,
+               const std::string& host_nqn, const nb::bytes& host_id, const nb::bytes& host_key,
+               const nb::bytes& controller_key, unsigned queues, unsigned depth, bool header_digest, bool data_digest, bool io_uring, double connect_timeout_s,
                double command_timeout_s, double keep_alive_s, double reconnect_timeout_s) {
-  auto options = options_of(host, port, subsystem_nqn, host_nqn, host_id);
+  auto options = options_of(host, port, subsystem_nqn, host_nqn, host_id, host_key, controller_key);
   if (queues < 1 || queues > 64) throw nb::value_error("queues must be 1 to 64");
   if (depth < 1 || depth >= Connection::kMostEntries) throw nb::value_error("depth must be 1 to 1023");
   for (const auto limit_s : {connect_timeout_s, command_timeout_s, reconnect_timeout_s})
@@ -204,8 +214,9 @@ class PyServer {
 void construct_server(PyServer* self, int listener, const std::string& subsystem_nqn, const nb::bytes& id,
                       const nb::bytes& head,
                       const std::vector<std::tuple<std::uint64_t, std::uint64_t, int>>& extents,
-                      std::uint64_t size_bytes) {
+                      std::uint64_t size_bytes, const nb::bytes& host_key, const nb::bytes& controller_key) {
   served::Offer offer;
+  offer.keys = {key_of(host_key), key_of(controller_key)};
   if (subsystem_nqn.empty() || subsystem_nqn.size() > kMostNqnBytes)
     throw nb::value_error("an NQN has 1 to 223 bytes");
   if (id.size() != offer.id.size()) throw nb::value_error("id must be 16 bytes");
@@ -230,12 +241,14 @@ nb::dict totals_of(PyServer& self) {
   result["read_bytes"] = totals.read_bytes;
   result["refused_writes"] = totals.refused_writes;
   result["violations"] = totals.violations;
+  result["denied"] = totals.denied;
   return result;
 }
 
 nb::list subsystems_of(const std::string& host, int port, const std::string& host_nqn, const nb::bytes& host_id,
-                  double timeout_s) {
-  const auto options = options_of(host, port, "nqn.2014-08.org.nvmexpress.discovery", host_nqn, host_id);
+                       const nb::bytes& host_key, const nb::bytes& controller_key, double timeout_s) {
+  const auto options = options_of(host, port, "nqn.2014-08.org.nvmexpress.discovery", host_nqn, host_id, host_key,
+                                  controller_key);
   if (!(timeout_s > 0)) throw nb::value_error("time limits must be above zero");
   std::vector<LogEntry> entries;
   {
@@ -280,7 +293,8 @@ void bind_nvme(nb::module_& module) {
   const auto released = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<PyController>(module, "NvmeController", "An association with an NVMe controller over TCP.")
       .def("__init__", &construct, nb::arg("host"), nb::arg("port"), nb::arg("subsystem_nqn"), nb::kw_only(),
-           nb::arg("host_nqn"), nb::arg("host_id"), nb::arg("queues") = 1, nb::arg("depth") = 128,
+           nb::arg("host_nqn"), nb::arg("host_id"), nb::arg("host_key") = nb::bytes("", 0),
+           nb::arg("controller_key") = nb::bytes("", 0), nb::arg("queues") = 1, nb::arg("depth") = 128,
            nb::arg("header_digest") = false, nb::arg("data_digest") = false, nb::arg("io_uring") = true,
            nb::arg("connect_timeout_s") = 10.0, nb::arg("command_timeout_s") = 30.0,
            nb::arg("keep_alive_s") = 15.0, nb::arg("reconnect_timeout_s") = 60.0)
@@ -296,13 +310,15 @@ void bind_nvme(nb::module_& module) {
       .def("close", &PyController::close, nb::arg("timeout_s") = 5.0);
   nb::class_<PyServer>(module, "NvmeServer", "A target of NVMe/TCP that gives files to read, as one namespace.")
       .def("__init__", &construct_server, nb::arg("listener"), nb::kw_only(), nb::arg("subsystem_nqn"),
-           nb::arg("id"), nb::arg("head"), nb::arg("extents"), nb::arg("size_bytes"))
+           nb::arg("id"), nb::arg("head"), nb::arg("extents"), nb::arg("size_bytes"),
+           nb::arg("host_key") = nb::bytes("", 0), nb::arg("controller_key") = nb::bytes("", 0))
       .def("totals", &totals_of)
       .def(
           "changed", [](PyServer& self) { return self.get().files().changed(); }, released)
       .def("close", &PyServer::close);
   module.def("nvme_discover", &subsystems_of, nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("host_nqn"),
-             nb::arg("host_id"), nb::arg("timeout_s"));
+             nb::arg("host_id"), nb::arg("host_key") = nb::bytes("", 0),
+             nb::arg("controller_key") = nb::bytes("", 0), nb::arg("timeout_s"));
   module.def(
       "nvme_error_of",
       [](Handle handle) {

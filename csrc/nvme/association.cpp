@@ -24,6 +24,35 @@ constexpr unsigned kMostPage = 4;  // 64 KiB
 constexpr double kTimeoutsToNotice = 3, kUntoldKeepAliveS = 30, kUntoldQuiesceS = 10;
 constexpr auto kFirstRetryPause = std::chrono::milliseconds(10);
 
+constexpr const char* kAsked = "the target asks for DH-HMAC-CHAP authentication, and this host has no key for it";
+
+// Before anything else on a queue.
+void authenticate(Channel& channel, const Options& options, const Deadline& deadline) {
+  HostAuthentication host({options.host_nqn, options.subsystem_nqn, options.keys});
+  const auto transfer = [&](bool send, std::span<std::byte> data) {
+    Command command;
+    command.direction = send ? Direction::to_controller : Direction::to_host;
+    command.memory = data.data();
+    command.data_bytes = command.memory_bytes = static_cast<std::uint32_t>(data.size());
+    command.entry = authentication(send, command.data_bytes);
+    const auto status = channel.execute(command, deadline).status;
+    if (status != 0) throw Error(Kind::unauthenticated, "authentication: " + status_text(status));
+  };
+  auto said = host.negotiate();
+  while (true) {
+    try {
+      if (!said.empty()) transfer(true, said);
+    } catch (const Error&) {
+      if (host.error().empty()) throw;  // otherwise the target need not hear it
+    }
+    if (!host.error().empty()) throw Error(Kind::unauthenticated, host.error());
+    if (host.done()) return;
+    std::array<std::byte, kAuthenticationBytes> heard{};
+    transfer(false, heard);
+    said = host.answer(heard);
+  }
+}
+
 // Of an admin or I/O queue. Gives the number of the controller.
 std::uint16_t connect_at(Channel& channel, const Options& options, const Entry& entry, std::uint16_t controller,
                          const Deadline& deadline) {
@@ -36,17 +65,20 @@ std::uint16_t connect_at(Channel& channel, const Options& options, const Entry& 
   channel.connection().set_in_capsule_bytes(kAdminInCapsuleBytes);
   const auto [tag, result, status] = channel.execute(command, deadline);
   if (status == 0) {
-    if ((result & 0xffff0000) != 0)
-      throw Error(Kind::not_supported,
-                  "the target asks for DH-HMAC-CHAP authentication, which penstock does not support");
-    if (result > kMostController)
-      throw Error(Kind::protocol, "a controller of number " + std::to_string(result));
-    return static_cast<std::uint16_t>(result);
+    const auto number = static_cast<std::uint16_t>(result & 0xffff);
+    if (number > kMostController) throw Error(Kind::protocol, "a controller of number " + std::to_string(number));
+    if ((result & kSecureChannelAsked) != 0)
+      throw Error(Kind::not_supported, "the target asks for TLS, which penstock does not speak");
+    if ((result & kAuthenticationAsked) != 0) {
+      if (!options.keys.host) throw Error(Kind::unauthenticated, kAsked);
+      authenticate(channel, options, deadline);
+    } else if (options.keys.controller) {
+      throw Error(Kind::unauthenticated, "the target does not show that it knows its key: it asks for no authentication");
+    }
+    return number;
   }
   const auto code = status_code(status);
-  if (code == 0x191)
-    throw Error(Kind::not_supported,
-                "the target asks for DH-HMAC-CHAP authentication, which penstock does not support");
+  if (code == 0x191) throw Error(Kind::unauthenticated, kAsked);
   if (code == 0x184) throw Error(Kind::denied, "the target does not allow host " + options.host_nqn);
   const bool in_data = (result >> 16 & 1) != 0;
   const auto place = result & 0xffff;

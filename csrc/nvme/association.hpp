@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "nvme/authentication.hpp"
 #include "nvme/channel.hpp"
 #include "nvme/namespaces.hpp"
 
@@ -21,6 +22,7 @@ struct Options {
   std::uint16_t port = 4420;
   std::string subsystem_nqn, host_nqn;
   std::array<std::byte, 16> host_id{};
+  Keys keys;
   unsigned queues = 1;   // of an Io at this target
   unsigned depth = 128;  // commands of a queue at once
   bool header_digest = false, data_digest = false, io_uring = true;

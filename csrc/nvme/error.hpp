@@ -18,12 +18,14 @@ enum class Kind {
   protocol,
   name_space,
   closed,
-  lost
+  lost,
+  unauthenticated
 };
 
 inline const char* kind_text(Kind kind) {
   constexpr const char* kTexts[] = {"refused", "unreachable", "timeout",   "not_found", "not_supported",
-                                    "denied",  "protocol",    "namespace", "closed",    "lost"};
+                                    "denied",  "protocol",    "namespace", "closed",    "lost",
+                                    "unauthenticated"};
   return kTexts[static_cast<int>(kind)];
 }
 

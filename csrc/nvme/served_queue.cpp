@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kDiscoveryNqn = "nqn.2014-08.org.nvmexpress.discovery";
 constexpr std::uint16_t kInvalidOpcode = 1, kInvalidField = 2, kInvalidNamespace = 0x0b, kSequence = 0x0c,
-                        kWriteProtected = 0x20, kOutOfRange = 0x80, kFormat = 0x180, kParameters = 0x182,
+                        kWriteProtected = 0x20, kOutOfRange = 0x80, kFormat = 0x180, kParameters = 0x182, kUnauthenticated = 0x191,
                         kEventLimit = 0x105, kUnrecoveredRead = 0x281;
 // Why a connection is ended (NVMe/TCP, figure "Controller to Host Terminate Connection").
 constexpr std::uint16_t kBadField = 1, kOutOfOrder = 2, kBadDigest = 3, kUnsupported = 6;
@@ -130,6 +130,10 @@ void Queue::take_command(const std::byte* entry, Data data) {
   const bool connects = opcode == kFabrics && load<std::uint8_t>(entry + 4) == 1;
   if ((load<std::uint8_t>(entry + 1) & 3) != 0) return respond(id_of(entry), kInvalidField | kDoNotRetry);
   if (connects == connected()) return respond(id_of(entry), kSequence | kDoNotRetry);
+  const auto type = load<std::uint8_t>(entry + 4);
+  if (opcode == kFabrics && (type == kAuthenticationSend || type == kAuthenticationReceive))
+    return authenticate(entry, data, type == kAuthenticationSend);
+  if (connected() && !admitted()) return respond(id_of(entry), kUnauthenticated | kDoNotRetry);
   if (opcode == kFabrics) return fabrics(entry, data);
   if (number_ == 0) return admin(entry, data);
   transfer(entry);
@@ -189,7 +193,36 @@ void Queue::connect(const std::byte* entry, Data data) {
   number_ = number;
   entries_ = static_cast<std::uint16_t>(size + 1);
   flow_control_ = (load<std::uint8_t>(entry + 46) & 4) == 0;
-  respond(id, 0, association_->id);
+  if (offer_.keys.host && !discovery)
+    authentication_.emplace(Parties{host, offer_.subsystem_nqn, offer_.keys});
+  respond(id, 0, association_->id | (authentication_ ? kAuthenticationAsked : 0U));
+}
+
+void Queue::authenticate(const std::byte* entry, Data data, bool sends) {
+  const auto id = id_of(entry);
+  const auto size_bytes = load<std::uint32_t>(entry + 44);
+  const auto expected = nvme::authentication(sends, size_bytes);
+  const bool fits = sends ? data.size() == size_bytes && load<std::uint8_t>(entry + 39) == kSglInCapsule
+                          : size_bytes <= kAuthenticationBytes && load<std::uint32_t>(entry + 32) == size_bytes &&
+                                load<std::uint8_t>(entry + 39) == kSglByTransport;
+  if (!authentication_ || !fits || !std::equal(entry + 41, entry + 44, expected.data() + 41))
+    return respond(id, kInvalidField | kDoNotRetry);
+  if (sends) {
+    const bool taken = authentication_->take(data);
+    respond(id, taken ? 0 : kSequence | kDoNotRetry);
+    ended_ = !taken || authentication_->failed();
+  } else {
+    auto message = authentication_->give();
+    if (message.empty() || message.size() > size_bytes) {
+      respond(id, kSequence | kDoNotRetry);
+      ended_ = true;
+    } else {
+      message.resize(size_bytes);
+      respond_data(id, message);
+      ended_ = authentication_->failed();
+    }
+  }
+  if (ended_) ++counts_.denied;
 }
 
 void Queue::property(const std::byte* entry, bool set) {

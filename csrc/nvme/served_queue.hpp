@@ -9,10 +9,12 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
 
+#include "nvme/authentication.hpp"
 #include "nvme/wire.hpp"
 
 namespace penstock::nvme::served {
@@ -24,6 +26,7 @@ struct Offer {
   std::string subsystem_nqn;
   std::array<std::byte, 16> id{};  // NGUID and UUID of the namespace
   std::uint64_t blocks = 0;
+  Keys keys{};  // without one for hosts, whoever comes may read
 };
 
 // What a host has connected: an admin queue, and queues to read by.
@@ -55,7 +58,7 @@ struct Read {
 };
 
 struct Counts {
-  std::uint64_t reads = 0, read_bytes = 0, refused_writes = 0, violations = 0;
+  std::uint64_t reads = 0, read_bytes = 0, refused_writes = 0, violations = 0, denied = 0;
 };
 
 class Queue {
@@ -85,6 +88,8 @@ class Queue {
   void sent(std::size_t size_bytes) { unsent_bytes_ -= size_bytes; }
   bool ended() const { return ended_; }  // once its output is sent
   bool connected() const { return association_ != nullptr; }
+  // It may read: it is connected, and has shown the key, where one is asked for.
+  bool admitted() const { return connected() && (!authentication_ || authentication_->done()); }
   const std::shared_ptr<Association>& association() const { return association_; }
   std::uint16_t number() const { return number_; }
 
@@ -102,6 +107,7 @@ class Queue {
   void take_command(const std::byte* entry, Data data);
   void fabrics(const std::byte* entry, Data data);
   void connect(const std::byte* entry, Data data);
+  void authenticate(const std::byte* entry, Data data, bool sends);
   void property(const std::byte* entry, bool set);
   void admin(const std::byte* entry, Data data);
   void log_page(const std::byte* entry);
@@ -125,6 +131,7 @@ class Queue {
   const std::string local_address_;
   const std::uint16_t port_;
   std::shared_ptr<Association> association_;
+  std::optional<ControllerAuthentication> authentication_;
   bool initialized_ = false, ended_ = false, header_digest_ = false, data_digest_ = false, flow_control_ = true;
   std::size_t alignment_ = 4;
   std::uint16_t number_ = 0, entries_ = 1, head_ = 0, events_ = 0;

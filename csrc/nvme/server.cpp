@@ -353,7 +353,7 @@ void Server::sweep() {
   std::vector<std::uint64_t> lost;
   for (const auto& [number, connection] : connections_) {
     if (slept || connection->queue.output.empty()) connection->moved = now;
-    if (now > (connection->queue.connected() ? connection->moved : connection->opened) + kPatience)
+    if (now > (connection->queue.admitted() ? connection->moved : connection->opened) + kPatience)
       lost.push_back(number);
   }
   for (const auto number : lost) drop(number);

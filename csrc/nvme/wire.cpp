@@ -181,6 +181,14 @@ Entry connect(std::uint16_t queue, std::uint16_t entries, std::uint32_t keep_ali
   return entry;
 }
 
+Entry authentication(bool send, std::uint32_t size_bytes) {
+  auto entry = fabrics(send ? kAuthenticationSend : kAuthenticationReceive);
+  store(entry.data() + 41, std::uint16_t{0x0101});  // the protocol's only variant
+  store(entry.data() + 43, kAuthenticationProtocol);
+  store(entry.data() + 44, size_bytes);
+  return entry;
+}
+
 std::array<std::byte, kConnectDataBytes> connect_data(std::span<const std::byte, 16> host_id,
                                                       std::uint16_t controller, std::string_view subsystem_nqn,
                                                       std::string_view host_nqn) {

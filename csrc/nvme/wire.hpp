@@ -84,6 +84,10 @@ using Entry = std::array<std::byte, kEntryBytes>;
 inline constexpr std::uint8_t kFlush = 0, kWrite = 1, kRead = 2;                                // I/O
 inline constexpr std::uint8_t kGetLog = 2, kIdentify = 6, kSetFeatures = 9, kKeepAlive = 0x18;  // admin
 inline constexpr std::uint8_t kFabrics = 0x7f;
+inline constexpr std::uint8_t kAuthenticationSend = 5, kAuthenticationReceive = 6;  // types of fabrics commands
+// In the result of a connect.
+inline constexpr std::uint32_t kAuthenticationAsked = 1U << 17, kSecureChannelAsked = 1U << 18;
+inline constexpr std::uint8_t kAuthenticationProtocol = 0xe9;
 
 Entry read_or_write(bool write, std::uint32_t nsid, std::uint64_t block, std::uint32_t blocks);
 Entry flush(std::uint32_t nsid);
@@ -99,6 +103,8 @@ Entry connect(std::uint16_t queue, std::uint16_t entries, std::uint32_t keep_ali
 
 inline constexpr std::uint32_t kConnectDataBytes = 1024, kIdentifyBytes = 4096,
                                kHostBehaviorBytes = 512;
+// Of `size_bytes`, in the capsule or to the host.
+Entry authentication(bool send, std::uint32_t size_bytes);
 std::array<std::byte, kConnectDataBytes> connect_data(std::span<const std::byte, 16> host_id,
                                                       std::uint16_t controller, std::string_view subsystem_nqn,
                                                       std::string_view host_nqn);

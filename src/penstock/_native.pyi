@@ -205,7 +205,7 @@ class NvmeError(Exception):
     """args: kind, text.
 
     kind: "refused", "unreachable", "timeout", "not_found" (the subsystem), "not_supported", "denied",
-    "protocol" (the target broke it), "namespace" (unknown), "closed", "lost"
+    "protocol" (the target broke it), "namespace" (unknown), "closed", "lost", "unauthenticated"
     """
 
 class NvmeController:
@@ -219,6 +219,8 @@ class NvmeController:
         *,
         host_nqn: str,
         host_id: bytes,
+        host_key: bytes = b"",  # the number of the hash that binds it to a name, then the key; empty: none
+        controller_key: bytes = b"",
         queues: int = 1,  # most of each thread that reads and writes
         depth: int = 128,  # commands of a queue at once
         header_digest: bool = False,
@@ -254,15 +256,24 @@ class NvmeServer:
         head: bytes,  # the bytes at 0
         extents: list[tuple[int, int, int]],  # offset, size in bytes, descriptor, behind the head, in order
         size_bytes: int,
+        host_key: bytes = b"",  # as NvmeController's
+        controller_key: bytes = b"",
     ) -> None: ...
     def totals(self) -> dict[str, int]:
-        """connections, turned_away, reads, read_bytes, refused_writes, violations."""
+        """connections, turned_away, reads, read_bytes, refused_writes, violations, denied."""
     def changed(self) -> int:
         """The first extent whose file has changed; -1: none."""
     def close(self) -> None: ...
 
 def nvme_discover(
-    host: str, port: int, *, host_nqn: str, host_id: bytes, timeout_s: float
+    host: str,
+    port: int,
+    *,
+    host_nqn: str,
+    host_id: bytes,
+    host_key: bytes = b"",
+    controller_key: bytes = b"",
+    timeout_s: float,
 ) -> list[dict[str, Any]]:
     """transport, address_family, address, service, subsystem_nqn, subsystem_type, port_id, controller_id,
     secure_channel."""

@@ -368,12 +368,15 @@ def test_data_that_fill_no_page(target: Target) -> None:
             target.clear()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_authentication_is_named(target: Target, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "kind", "named"),
+    [(1, "unauthenticated", "authentication"), (2, "not_supported", "TLS"), (3, "not_supported", "TLS")],
+)
+def test_what_a_target_asks_for_is_named(target: Target, bits: int, kind: str, named: str) -> None:
     target.set(auth=bits)
-    kind, text = refused(target)
-    assert kind == "not_supported"
-    assert "authentication" in text
+    found, text = refused(target)
+    assert found == kind
+    assert named in text
 
 
 def test_a_controller_that_is_never_ready(target: Target) -> None:

@@ -20,7 +20,8 @@ class Fuzzed {
  public:
   explicit Fuzzed(Input& input)
       : input_(input),
-        digests_(static_cast<std::uint8_t>(input.below(4))),
+        digests_(static_cast<std::uint8_t>(input.below(8))),
+        offer_{kNqn, {std::byte{1}}, kBlocks, {(digests_ & 4) != 0 ? Key{Hash::sha256, Octets(32)} : Key{}, {}}},
         queue_(offer_, associations_, counts_, "127.0.0.1", 4420) {
     if (input.below(8) == 7) return;
     take(init_request((digests_ & 1) != 0, (digests_ & 2) != 0));
@@ -29,7 +30,7 @@ class Fuzzed {
 
   void run() {
     while (!input_.empty() && !queue_.ended()) {
-      switch (input_.below(10)) {
+      switch (input_.below(11)) {
         case 0: {
           const auto bytes = input_.take(1 + input_.below(200));
           take(bytes);
@@ -63,6 +64,13 @@ class Fuzzed {
         case 8:
           command(input_.flag() ? set_queues(input_.number<std::uint16_t>()) : keep_alive());
           break;
+        case 9: {
+          const auto message = input_.take(input_.below(200));
+          auto entry = authentication(!message.empty(), message.empty() ? 4096 : static_cast<std::uint32_t>(message.size()));
+          set_data_pointer(entry, message.empty() ? 4096 : static_cast<std::uint32_t>(message.size()), !message.empty());
+          command(entry, message);
+          break;
+        }
         default: {
           Entry entry{};
           Input::copy(input_.take(entry.size()), entry.data());
@@ -128,8 +136,8 @@ class Fuzzed {
   }
 
   Input& input_;
-  const std::uint8_t digests_;
-  const served::Offer offer_{kNqn, {std::byte{1}}, kBlocks};
+  const std::uint8_t digests_;  // and whether it asks for a key
+  const served::Offer offer_;
   served::Associations associations_;
   served::Counts counts_;
   served::Queue queue_;

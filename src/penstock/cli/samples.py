@@ -110,6 +110,7 @@ def serve(options: Namespace) -> Answer:
         f"{options.store}: {server.samples:,} samples, served on {server.portal} until Ctrl-C or SIGTERM",
         f"mount it by {server.url}",
     ]
+    shown += ["peers have to show the key"] if server.asks else []
     values = {"url": server.url, "portal": str(server.portal), "samples": server.samples, "pid": os.getpid()}
     return Answer(values=values, shown=shown, go_on=go_on)
 
@@ -122,7 +123,8 @@ def _serve_on(server: Server, *, quiet: bool) -> None:
     if not quiet:
         refused = f"; {done.refused_writes:,} writes were refused" if done.refused_writes else ""
         broken = f"; {counted(done.violations, 'peer')} broke the protocol" if done.violations else ""
-        print(f"served {format_bytes(done.read_bytes)} in {done.reads:,} reads{refused}{broken}")
+        denied = f"; {counted(done.denied, 'connection')} did not show the key" if done.denied else ""
+        print(f"served {format_bytes(done.read_bytes)} in {done.reads:,} reads{refused}{broken}{denied}")
 
 
 def discover(options: Namespace) -> Answer:

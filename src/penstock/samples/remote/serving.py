@@ -24,6 +24,7 @@ from penstock.samples.places import PathLike
 from penstock.samples.remote.layout import SUPERBLOCK_OFFSETS, completed, encoded_table, plan_upload
 from penstock.samples.remote.local import local_store
 from penstock.storage.files import Closing
+from penstock.storage.nvme.keys import keys_for
 from penstock.storage.nvme.url import DEFAULT_PORT, Portal, Url, parse_portal
 
 LISTEN = f"127.0.0.1:{DEFAULT_PORT}"
@@ -40,6 +41,7 @@ class Served(NamedTuple):
     reads           commands that were answered; read_bytes: of their data
     refused_writes  commands that would have changed the store
     violations      connections that were ended because the peer broke the protocol
+    denied          connections that were ended because the peer did not show the key
     """
 
     connections: int
@@ -48,6 +50,7 @@ class Served(NamedTuple):
     read_bytes: int
     refused_writes: int
     violations: int
+    denied: int
 
 
 class Server(Closing):
@@ -58,6 +61,7 @@ class Server(Closing):
     portal   the address and the port where it listens
     url      of the store, as `mount` takes it
     samples  of the store
+    asks     peers have to show a key
     """
 
     def __init__(self, path: PathLike, listen: str) -> None:
@@ -75,7 +79,7 @@ class Server(Closing):
             head[offset : offset + len(encoded)] = encoded
         head[superblock.table_offset :] = table
         self.samples, self._process = store.samples, os.getpid()
-        self._final = Served(0, 0, 0, 0, 0, 0)
+        self._final = Served(0, 0, 0, 0, 0, 0, 0)
         self._paths = [store.paths[file.name] for file in files if file.size_bytes]
         with contextlib.ExitStack() as opened:
             extents = []
@@ -91,6 +95,8 @@ class Server(Closing):
             is_any = self.portal.host in ("0.0.0.0", "::")
             host = socket.gethostname() if is_any else wanted.host
             nqn = f"nqn.2014-08.org.nvmexpress:uuid:{uuid.UUID(bytes=store.store_id)}"
+            keys = keys_for(nqn)
+            self.asks = bool(keys.host)
             self.url = str(Url(host=host, port=self.portal.port, subsystem_nqn=nqn, namespace=1))
             self._native = _native.NvmeServer(
                 listener.fileno(),
@@ -99,6 +105,8 @@ class Server(Closing):
                 head=bytes(head),
                 extents=extents,
                 size_bytes=used_bytes,
+                host_key=keys.host,
+                controller_key=keys.controller,
             )
             self._finalizer = weakref.finalize(self, _close, self._native, opened.pop_all())
 
@@ -159,7 +167,8 @@ def serve(path: PathLike, listen: str = LISTEN) -> Server:
     listen  ``ADDRESS:PORT``, the address of one network of this machine; 0.0.0.0 or [::] for all. Without a
             port 4420, with port 0 any that is free
 
-    Every host that reaches the address can read the store; none can change it. Others mount ``Server.url``.
+    Every host that reaches the address can read the store, unless there is a key for it (PENSTOCK_NVME_KEY,
+    PENSTOCK_NVME_KEY_FILE): then only those that show it. None can change it. Others mount ``Server.url``.
 
     Raises SampleError where there is no store, or one that cannot be read, or the address cannot be had;
     InvalidFile where the store is damaged; InvalidArgument.

@@ -19,7 +19,8 @@ import numpy as np
 from penstock import _native
 from penstock.storage.files import Closing
 from penstock.storage.native import NvmeTransport
-from penstock.storage.nvme.url import LARGEST_NQN_BYTES, Portal, Url
+from penstock.storage.nvme.keys import FILE_VARIABLE, KEY_VARIABLE, keys_for
+from penstock.storage.nvme.url import DISCOVERY_NQN, LARGEST_NQN_BYTES, Portal, Url
 from penstock.storage.transfer import File, Kind, Transfer
 from penstock.units import format_seconds
 
@@ -41,6 +42,8 @@ _REMEDIES = {
     "denied": "Allow this host at the target: it calls itself {host_nqn}",
     "protocol": "What listens there is no NVMe/TCP target, or a faulty one",
     "namespace": "Look at ?ns= and at the target's namespaces",
+    "unauthenticated": "Give both ends the same keys: this host looks for them in "
+    f"{KEY_VARIABLE} and {FILE_VARIABLE}, and calls itself {{host_nqn}}",
     "lost": "Look at the target and the network: once it is back, the same goes on",
 }
 
@@ -66,7 +69,8 @@ class Namespace(Closing):
         timeout_s  in which a request ends, well or in an error: commands, and attempts to connect again,
                    have shares of it
 
-        Raises TargetError where the target cannot be reached, or refuses, or has no such namespace.
+        Raises TargetError where the target cannot be reached, or refuses, or has no such namespace, or where
+        one of the two does not show its key; InvalidArgument where a key cannot be used.
         """
         self.url, self._timeout_s = url, timeout_s
         self._process = os.getpid()
@@ -176,10 +180,16 @@ class Subsystem(NamedTuple):
 
 def subsystems_of(portal: Portal, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Subsystem]:
     """The subsystems that a target offers this host. Raises TargetError."""
-    host = this_host()
+    host, keys = this_host(), keys_for(DISCOVERY_NQN)
     with _target_errors(portal):
         found = _native.nvme_discover(
-            portal.host, portal.port, host_nqn=host.nqn, host_id=host.identifier, timeout_s=timeout_s
+            portal.host,
+            portal.port,
+            host_nqn=host.nqn,
+            host_id=host.identifier,
+            host_key=keys.host,
+            # Targets do not authenticate discovery, and what it says is not trusted.
+            timeout_s=timeout_s,
         )
     return [
         Subsystem(
@@ -208,7 +218,7 @@ def namespaces_of(subsystem: Subsystem, timeout_s: float = DEFAULT_TIMEOUT_S) ->
 
 
 def _connected(url: Url, timeout_s: float) -> _native.NvmeController:
-    host = this_host(url.host_nqn)
+    host, keys = this_host(url.host_nqn), keys_for(url.subsystem_nqn)
     command_s = min(_LONGEST_COMMAND_S, timeout_s * _COMMAND_SHARE)
     return _native.NvmeController(
         url.host,
@@ -216,6 +226,8 @@ def _connected(url: Url, timeout_s: float) -> _native.NvmeController:
         url.subsystem_nqn,
         host_nqn=host.nqn,
         host_id=host.identifier,
+        host_key=keys.host,
+        controller_key=keys.controller,
         queues=url.queues,
         depth=url.depth,
         header_digest=url.header_digest,

@@ -18,6 +18,7 @@ from penstock.errors import InvalidArgument
 SCHEME = "nvme+tcp"
 DEFAULT_PORT = 4420
 LARGEST_NQN_BYTES = 223
+DISCOVERY_NQN = "nqn.2014-08.org.nvmexpress.discovery"
 LARGEST_NAMESPACE = 0xFFFFFFFE
 MOST_QUEUES = 64
 MOST_DEPTH = 1023
