@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.distributed import HostAccumulation, host_accumulation_hook
 from penstock.distributed.exchange import Exchange
+from penstock.distributed.segment import Segment
 from penstock.errors import DistributedError
 from tests.support import accelerator
 from tests.support.checked import CheckedDriver
@@ -131,6 +133,29 @@ def apart() -> dict[str, object]:
     return {}
 
 
+def unpickled(*_: object) -> None:
+    raise AssertionError("a rank unpickles what another one says")
+
+
+def strange() -> dict[str, object]:
+    """Rank 1 says something that would run code where it is unpickled."""
+    if dist.get_rank() == 1:
+        evil = pickle.dumps(Evil()).ljust(4096, b"\xc1")
+        said = torch.frombuffer(bytearray(evil), dtype=torch.uint8)
+        dist.all_gather([torch.empty_like(said) for _ in range(dist.get_world_size())], said)
+        return {}
+    try:
+        Segment(dist.group.WORLD, 1 << 20)
+    except DistributedError as error:
+        return {"error": str(error)}
+    return {}
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (3,)
+
+
 def failing(how: str) -> dict[str, object]:
     """Rank 1 does not do what the others wait for; they say what they saw."""
     state = HostAccumulation(timeout=timedelta(seconds=1) if how == "late" else None)
@@ -163,7 +188,8 @@ def failing(how: str) -> dict[str, object]:
 def main(names: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others as soon as one has failed
     dist.init_process_group("gloo")
-    actions = {action.__name__: action for action in (exact, checked, gpu, auto, apart)}
+    dist.distributed_c10d._tensor_to_object = unpickled
+    actions = {action.__name__: action for action in (exact, checked, gpu, auto, apart, strange)}
     for name in names:
         found = actions[name]() if name in actions else failing(name)
         # In one piece: other ranks write to the same pipe.

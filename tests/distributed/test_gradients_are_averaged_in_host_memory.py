@@ -123,6 +123,12 @@ def test_without_a_process_group() -> None:
         HostAccumulation()
 
 
+def test_what_a_rank_says_runs_no_code() -> None:
+    found = found_in(together(2, AVERAGING, "strange"))["strange"]
+    assert found[1] == {}
+    assert "a rank sends what penstock does not" in found[0]["error"]
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     done = started(2, AVERAGING, "other", "closed", "late", "killed", timeout_s=120)

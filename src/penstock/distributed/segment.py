@@ -9,11 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
 import torch.distributed as dist
 
 from penstock.errors import DistributedError
 from penstock.units import format_bytes
 
+_MOST_BYTES, _UNUSED = 4096, b"\xc1"  # of what a rank tells; a byte that msgpack never has
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -53,7 +56,7 @@ class Segment:
                 self.memory: mmap.mmap = mmap.mmap(file, size_bytes)
                 self.watched = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in self.pids]
             except (OSError, DistributedError) as failed:
-                error = str(failed)
+                error = str(failed)[:1000]
             _raise_first(_gathered(error, group), group)
         except BaseException:
             self.close()
@@ -119,10 +122,23 @@ def _require_one_machine(machines: list[str]) -> None:
 
 
 def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """All-gather: the value of every rank."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    """All-gather: the value of every rank. It is no pickle, which could run code of another rank's here.
+
+    Raises DistributedError where a rank sends something else.
+    """
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    told = msgspec.msgpack.encode(value)[:_MOST_BYTES].ljust(_MOST_BYTES, _UNUSED)
+    own = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    try:
+        texts = [bytes(each.tolist()).rstrip(_UNUSED) for each in found]
+        return [msgspec.msgpack.decode(text, type=type(value)) for text in texts]
+    except msgspec.DecodeError as error:
+        raise DistributedError(
+            f"a rank sends what penstock does not ({error}): do all ranks run the same program, with the "
+            "same version of penstock?"
+        ) from error
 
 
 def _raise_first(errors: list[str], group: dist.ProcessGroup) -> None:

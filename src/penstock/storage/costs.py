@@ -219,7 +219,7 @@ def device_kind(directories: Sequence[Path | Url], accelerator: str) -> str:
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """One process at a time. The lock is a file beside it, since the file itself is replaced."""
     lock = path.with_name(f".{path.name}.lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline_s = time.monotonic() + timeout_s
     try:
         while True:

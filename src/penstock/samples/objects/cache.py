@@ -20,6 +20,7 @@ import hashlib
 import mmap
 import os
 import re
+import stat
 import struct
 import threading
 import time
@@ -47,6 +48,8 @@ _BLOCK_BYTES = 4096
 _EVICTED_AT_ONCE = 64 << 20
 _LOOK_S = 2.0  # between two looks for what could be evicted, where the cache is full
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_FOLDER_MODE, _FILE_MODE = 0o775, 0o664  # whatever the umask: who may write here chooses the samples
 
 
 class CacheOptions(NamedTuple):
@@ -66,8 +69,9 @@ class DiskCache:
         self._is_full, self._looked_s = False, 0.0
         self._said = threading.Lock()  # taken once, by who says that it is full
         with self.checked():
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._users = os.open(self.root / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self.root.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+            self._check_owner()
+            self._users = os.open(self.root / "users", _OPEN, _FILE_MODE)
             weakref.finalize(self, os.close, self._users).atexit = False
             with self._locked():
                 with contextlib.suppress(BlockingIOError):  # nobody else is here: count anew
@@ -77,6 +81,20 @@ class DiskCache:
 
     def __str__(self) -> str:
         return str(self.root.parent)
+
+    def _check_owner(self) -> None:
+        """Checksums find damage, but nobody who means to put other samples here. Raises SampleError."""
+        folder, parent = os.lstat(self.root), os.stat(self.root.parent)
+        if not stat.S_ISDIR(folder.st_mode) or folder.st_mode & stat.S_IWOTH:
+            why = "everybody may write to it"
+        elif parent.st_mode & stat.S_IWOTH and folder.st_uid not in (0, os.geteuid()):
+            why = f"user {folder.st_uid} has made it where everybody may"
+        else:
+            return
+        raise SampleError(
+            f"the cache {self.root} cannot be trusted: {why}. Remove it or take that right away, or give "
+            "another cache_dir"
+        )
 
     @contextmanager
     def checked(self, needed_bytes: int = 0) -> Iterator[None]:
@@ -109,7 +127,7 @@ class DiskCache:
         with self.checked(), self._locked():
             if (over := self._used() - self.limit_bytes) > 0:
                 self._evict(over, last=key)
-            (self.root / key).mkdir(exist_ok=True)
+            (self.root / key).mkdir(_FOLDER_MODE, exist_ok=True)
             return CachedStore(self, self.root / key, sizes)
 
     def make_room(self, size_bytes: int) -> None:
@@ -164,7 +182,7 @@ class DiskCache:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Alone among all threads and processes: each opens the file for itself."""
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self.root / "lock", _OPEN, _FILE_MODE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -270,7 +288,7 @@ class CachedStore:
             self.held.append(_mapped_bits(folder / f"held-{number:05d}.bin", chunks))
 
     def _open(self, name: str) -> int:
-        self._opened.append(os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        self._opened.append(os.open(self.folder / name, _OPEN, _FILE_MODE))
         return self._opened[-1]
 
     def descriptor(self, number: int) -> int:
@@ -312,7 +330,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 def _mapped_bits(path: Path, chunks: int) -> npt.NDArray[np.uint8]:
     """[chunks], shared by all processes. Its blocks are there before it is written to."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, _OPEN, _FILE_MODE)
     try:
         if os.fstat(descriptor).st_size != chunks:
             os.ftruncate(descriptor, chunks)
