@@ -116,6 +116,18 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Known vulnerabilities of the packages that constraints.txt names, by PyPI's database; one that it does not know is
+# an error. The tools of releases and this one: .ci/tools.txt, by hash.
+.PHONY: audit
+.venv-audit/.installed: .ci/tools.txt
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --require-hashes --requirement .ci/tools.txt
+	touch $@
+
+audit: .venv-audit/.installed
+	.venv-audit/bin/pip-audit --strict --disable-pip --requirement .ci/tools.txt
+	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
+
 # A quarter of an hour on two cores that do nothing else, 4 GB of free disk and 8 GB of memory.
 bench: setup
 	$(BIN)/python benchmarks/step_time.py -o out/step_time.json
