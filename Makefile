@@ -84,6 +84,14 @@ test-benchmarks: setup
 test-nvme: setup
 	PENSTOCK_INSTALL_KERNEL_TARGET=1 $(BIN)/pytest -m kernel_target tests/nvme
 
+# Objects in Azure, of its emulator, which needs node: az:// URLs.
+test-azure: setup build/azurite/.installed
+	PATH="$(CURDIR)/build/azurite/node_modules/.bin:$$PATH" $(BIN)/pytest -ra tests/storage/test_azure_is_a_place_too.py
+
+build/azurite/.installed:
+	npm install --no-fund --no-audit --prefix build/azurite azurite@3.35.0
+	touch $@
+
 # Ten small programs, each under a thousand random schedules: hours. In parts, and one again:
 # make test-stress STRESS='--programs shared --seeds 1:101'
 test-stress: module-seams

@@ -196,10 +196,17 @@ class Bucket:
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there are no error. Raises ObjectError."""
         names = list(names)
-        if names:
-            self._check_writable(names[0])
+        if not names:
+            return
+        self._check_writable(names[0])
+        try:
             with self._asking(names[0], "deleted") as store:
                 store.delete(names)
+        except ObjectError as error:  # of Azure, where one is not there
+            if error.errno != errno.ENOENT:
+                raise
+            for name in names if len(names) > 1 else ():
+                self.delete([name])
 
     def _check_writable(self, name: str) -> None:
         if not self.is_writable:
@@ -378,7 +385,10 @@ def _aws_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _info(meta: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(int(meta["size"]), meta["e_tag"])
+    tag = meta["e_tag"]
+    if tag and not tag.endswith('"'):  # Azure lists them without quotes
+        tag = f'"{tag}"'
+    return ObjectInfo(int(meta["size"]), tag)
 
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([A-Za-z -]*)")
