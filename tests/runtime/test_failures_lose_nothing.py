@@ -170,6 +170,29 @@ def test_a_full_disk_is_one_clear_error(small_disk: Path, hardware: penstock.Har
     assert not list(small_disk.iterdir())
 
 
+def test_a_run_that_began_with_a_full_disk_goes_on_once_there_is_room(
+    tmp_path: Path, hardware: penstock.Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free as it begins says nothing of later."""
+
+    def full(file: int) -> os.statvfs_result:
+        found = list(os.statvfs(file))
+        return os.statvfs_result([*found[:3], 0, 0, *found[5:]])
+
+    (model, optimizer), (expected, same) = small_gpt(), small_gpt()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstatvfs", full)
+        run = penstock.offload(
+            model, optimizer, device_budget="400KiB", spill_dir=tmp_path, hardware=hardware, planning=PAGED
+        )
+    with run:
+        for step in range(3):
+            with run.step():
+                iterate(model, optimizer, step)
+            iterate(expected, same, step)
+    assert weights(model) == weights(expected)
+
+
 def test_a_directory_that_is_not_there_or_is_a_file_is_refused(tmp_path: Path) -> None:
     model, optimizer = small_gpt()
     (tmp_path / "file").write_text("")
