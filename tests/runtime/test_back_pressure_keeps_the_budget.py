@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.runtime import arena
 from penstock.storage.paths import TRANSPORTS
 from penstock.storage.transfer import Transfer
 from tests.support.families import iterate, small_gpt, weights
@@ -107,3 +109,29 @@ def test_a_failing_disk_is_an_error_and_the_next_step_works(
             step += 1
     assert errors <= 1, "a prefetch that fails is read again, and needs no error"
     assert weights(model) == in_memory(step)
+
+
+def test_memory_between_what_is_out_does_not_stop_a_kernel_that_fits(
+    tmp_path: Path, hardware: penstock.Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages between those of what is out stay with the process. Where that is more than it may have
+    beside the budget, nothing that leaves helps, and the budget decides alone."""
+    monkeypatch.setattr(arena, "_SPARE_BYTES", 0)
+    model, optimizer = small_gpt()
+    faulthandler.dump_traceback_later(60, exit=True)  # it would wait for ever
+    try:
+        with penstock.offload(
+            model,
+            optimizer,
+            device_budget=BUDGET_BYTES,
+            spill_dir=tmp_path,
+            hardware=hardware,
+            planning=PAGED,
+        ) as run:
+            for step in range(STEPS):
+                with run.step():
+                    iterate(model, optimizer, step)
+                assert run.report().peak_bytes <= BUDGET_BYTES
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert weights(model) == in_memory()

@@ -385,7 +385,12 @@ class CpuDevice:
             self._staging[managed.key] = staging, packed
             return True
         self.notice()  # somebody may have touched it, and the arena may have a copy of its own
-        return managed.gone and managed.state == AWAY
+        if managed.gone or not waits:
+            return managed.gone and managed.state == AWAY
+        # Where only the limit on the process's memory is in the way, between pages of what is out, no waiting
+        # helps: the arena reads it itself, and meets the limit as far as it can.
+        stats = arena.stats()
+        return managed.state == AWAY and stats.in_memory_bytes + managed.size_bytes <= stats.budget_bytes
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
