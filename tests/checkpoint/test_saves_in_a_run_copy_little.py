@@ -18,6 +18,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime import resident
 from penstock.runtime.run import Offload
 from tests.support.held_transport import HeldTransport, held
+from tests.support.object_servers import S3
 from tests.support.runs import HARDWARE
 
 __all__ = ["held"]
@@ -256,3 +257,16 @@ def test_any_order_of_writes_and_saves(data: st.DataObject, tmp_path_factory: py
             loaded = penstock.load(path, mmap=False)
             assert all((loaded[key].numpy() == array).all() for key, array in taken.items())
         assert all((state[name].numpy() == array).all() for name, array in plain.items())
+
+
+def test_a_save_to_a_url_waits_for_a_disk(s3: S3, run: Offload, tmp_path: Path) -> None:
+    state = many(60)
+    before = resident.resident_bytes()
+    handle = penstock.save(state, s3.url("in-a-run/state.safetensors"), wait=False)
+    for tensor in state.values():
+        tensor.mul_(2)
+    assert resident.resident_bytes() - before < 100 * MIB
+    handle.wait()
+    run.close()
+    loaded = penstock.load(s3.url("in-a-run/state.safetensors"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in many(60).items())

@@ -30,9 +30,11 @@ class Snapshot(Protocol):
     """Some of a list of tensors, by index: they keep their bytes until these were taken.
 
     failed   why that could not be kept; empty: it is
+    folder   on a disk, for files that are gone when the save is over
     """
 
     failed: str
+    folder: Path
 
     def __contains__(self, index: int) -> bool: ...
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from penstock.checkpoint.background import SaveHandle, Snapshot
 from penstock.checkpoint.failures import cannot_write, os_error
 from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, Reference, encode
 from penstock.checkpoint.pieces import (
+    PIECE_BYTES,
     BufferPool,
     Checksums,
     Piece,
@@ -39,7 +41,7 @@ from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up, view_at
 from penstock.storage.checksum import copy_crc32c, crc32c_at
-from penstock.storage.paths import IoPath
+from penstock.storage.paths import IoPath, shared_path
 from penstock.storage.threads import in_order, in_parallel
 from penstock.storage.transfer import Transfer
 
@@ -99,9 +101,9 @@ def save(
                new one is complete; if the save fails or the process is killed, it stays as it was
     wait       False copies the tensors, so that they can change, and writes in the background. Copies
                take at most 1 GiB at once, or the size of one state where that is more: further saves
-               wait here until earlier ones have been written and their copies released. In a run on a CPU,
-               where ``path`` is a file, tensors of 64 KiB and more are not copied: what writes to one waits
-               until its bytes were taken
+               wait here until earlier ones have been written and their copies released. In a run on a CPU
+               tensors of 64 KiB and more are not copied: what writes to one waits until its bytes were
+               taken, for a URL to a file in the run's spill_dir
     metadata   texts that any reader of safetensors files can see
     group      of torch.distributed: all its processes call this, its first one writes, and the others wait
                for that, no longer than the group's time-out. None: every process that calls this writes,
@@ -166,6 +168,7 @@ def save_now(contents: Contents, path: Path | ObjectPath, io: IoOptions | None) 
     with _replacement(path, contents.size_bytes) as replacement:
         background.wait_for(replacement.path)
         _write_through(contents, replacement, way)
+        _commit(replacement, contents.size_bytes)
 
 
 def save_in_background(
@@ -177,29 +180,69 @@ def save_in_background(
     """Take what is to be written as it is now, and write it. ``then`` is called once it is durable and in
     place."""
     with contextlib.ExitStack() as held:
-        write: Callable[[], None]
         if isinstance(path, ObjectPath):
             no_io_paths(path, io)
-            held.enter_context(background.room_for(contents.data_bytes))
-            write = partial(_upload, held.enter_context(_copied(contents, path)), path)
+            write = _uploading(contents, path, held)
         else:
             way = io_path("write", path, contents.size_bytes, io)
-            if (snapshot := background.snapshot_of(contents.tensors)) is not None:
-                held.callback(snapshot.close)
-                contents = held.enter_context(_copied_beside(snapshot, contents, path))
-                replacement = held.enter_context(_replacement(path, contents.size_bytes))
-                write = partial(_write_through, contents, replacement, way, snapshot)
-            else:
-                held.enter_context(background.room_for(contents.data_bytes))
-                replacement = held.enter_context(_replacement(path, contents.size_bytes))
-                write = partial(_write, held.enter_context(_copied(contents, path)), replacement, way)
-            path = replacement.path
+            write, path = _writing(contents, path, way, held)
 
         def work() -> None:
             write()
             then()
 
         return background.start(path, work, held.pop_all())
+
+
+def _writing(
+    contents: Contents, path: Path, way: IoPath, held: contextlib.ExitStack
+) -> tuple[Callable[[], None], Path]:
+    """What writes the contents of this moment to a file, and where that is."""
+    snapshot = _snapshot(contents, held)
+    if snapshot is not None:
+        contents = held.enter_context(_copied_beside(snapshot, contents, path))
+    else:
+        held.enter_context(background.room_for(contents.data_bytes))
+    replacement = held.enter_context(_replacement(path, contents.size_bytes))
+    if snapshot is not None:
+        write = partial(_write_through, contents, replacement, way, snapshot)
+    else:
+        write = partial(_write, held.enter_context(_copied(contents, path)), replacement, way)
+
+    def write_and_commit() -> None:
+        write()
+        _commit(replacement, contents.size_bytes)
+
+    return write_and_commit, replacement.path
+
+
+def _uploading(contents: Contents, path: ObjectPath, held: contextlib.ExitStack) -> Callable[[], None]:
+    """What writes the contents of this moment to an object."""
+    snapshot = _snapshot(contents, held)
+    if snapshot is None:
+        held.enter_context(background.room_for(contents.data_bytes))
+        return partial(_upload, held.enter_context(_copied(contents, path)), path)
+    contents = held.enter_context(_copied_beside(snapshot, contents, path))
+    # Who writes to a tensor waits for a disk, and not for a network.
+    staged = held.enter_context(_replacement(snapshot.folder / path.name, contents.size_bytes))
+
+    def upload() -> None:
+        _write_through(contents, staged, shared_path(), snapshot)
+        descriptor, size_bytes = staged.file.buffered, contents.size_bytes
+        offsets = range(0, size_bytes, PIECE_BYTES)
+        parts = (os.pread(descriptor, min(PIECE_BYTES, size_bytes - offset), offset) for offset in offsets)
+        path.write(parts, size_bytes)
+
+    return upload
+
+
+def _snapshot(contents: Contents, held: contextlib.ExitStack) -> Snapshot | None:
+    """None where it would hold none of the tensors."""
+    snapshot = background.snapshot_of(contents.tensors)
+    if snapshot is None or not any(index in snapshot for index in range(len(contents.tensors))):
+        return None
+    held.callback(snapshot.close)
+    return snapshot
 
 
 def _replacement(path: Path, size_bytes: int) -> Replacement:
@@ -334,7 +377,7 @@ class _Gathering(NamedTuple):
 
 
 @contextlib.contextmanager
-def _copied_beside(snapshot: Snapshot, contents: Contents, path: Path) -> Iterator[Contents]:
+def _copied_beside(snapshot: Snapshot, contents: Contents, path: Path | ObjectPath) -> Iterator[Contents]:
     """With copies in the place of tensors that ``snapshot`` does not contain."""
     copied = [index for index in range(len(contents.tensors)) if index not in snapshot]
     sizes = [align_up(contents.tensors[index].nbytes, 64) for index in copied]
@@ -426,7 +469,7 @@ def _write(
     way: IoPath,
     release: Callable[[Any], None] = lambda buffer: None,
 ) -> None:
-    """Write the pieces, then the header with the checksums; then take the old file's place.
+    """Write the pieces, then the header with the checksums.
 
     release   called with the buffer of each piece that is written
     """
@@ -457,6 +500,10 @@ def _write(
             release(transfer.keep)
 
     run_transfers(replacement.opened, transfers(), done, way)
+
+
+def _commit(replacement: Replacement, size_bytes: int) -> None:
+    """Take the old file's place."""
     try:
         replacement.commit(size_bytes)
     except OSError as error:

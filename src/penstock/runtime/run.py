@@ -98,7 +98,9 @@ class Offload:
         if self._device.memory.in_arena:
             read_in_pieces()
             self._undo.callback(use_few_buffers())
-            self._undo.callback(take_snapshots(self._clock.recomputation.snapshots.take))
+            snapshots = self._clock.recomputation.snapshots
+            snapshots.folder = self._spill.folder or snapshots.folder
+            self._undo.callback(take_snapshots(snapshots.take))
         self._undo.enter_context(compiled_regions_visible())
         self._undo.enter_context(regions_divided(self._engine.budget_bytes))
         self._undo.callback(register_optimizer_step_pre_hook(self._warn_outside_a_step).remove)

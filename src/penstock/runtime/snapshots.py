@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from penstock.checkpoint.background import Snapshot
 from penstock.runtime.copy_engine import INTERRUPTIBLE_S, TIMEOUT_S, CopyEngine, Wait
 from penstock.runtime.devices import Device
 from penstock.runtime.faults import start_serving
+from penstock.runtime.resident import default_spill_dir
 from penstock.runtime.storages import AWAY, DROPPED, ManagedStorage
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import copy_crc32c
@@ -37,7 +39,10 @@ class Snapshots:
     """Those of a run.
 
     timeout_s   a writer that waits for one of which nothing is taken for so long goes on, and the save fails
+    folder      on a disk
     """
+
+    folder = Path(default_spill_dir())
 
     def __init__(
         self, device: Device, engine: CopyEngine, recomputation: Recomputation, timeout_s: float = TIMEOUT_S
@@ -139,6 +144,7 @@ class _Snapshot:
     ) -> None:
         self._snapshots, self._device, self._engine, self._tensors = snapshots, device, engine, tensors
         self.parts: dict[int, list[ManagedStorage]] = {}
+        self.folder = snapshots.folder
         self._left_bytes = [tensor.nbytes for tensor in tensors]
         self._users: dict[ManagedStorage, set[int]] = {}
         self._wanted: list[int] = []
