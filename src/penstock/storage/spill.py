@@ -185,8 +185,9 @@ class SpillSpace(Closing):
         directory, grows as it is written to, and is closed with the space. Of a namespace, a part of it.
 
         Gives its descriptor past the page cache, or -1, the one through the page cache, its capacity, and
-        where in it that begins: what the space's capacity and the file system leave now. Its bytes count in
-        `file_bytes`, and extents get what they leave of the space's capacity.
+        where in it that begins: what the space's capacity leaves now, at most all of the file system, since
+        what is free there changes. Its bytes count in `file_bytes`, and extents get what they leave of the
+        space's capacity.
         """
         with self.lock:
             self._check_open()
@@ -197,7 +198,8 @@ class SpillSpace(Closing):
                 return -1, file.handle, size_bytes, begin
             if self._swap is None:
                 self._swap = SpillFile(self._first)
-            left_bytes = self._swap.free_bytes() + self._swap_bytes()
+            status = os.fstatvfs(self._swap.file.buffered)
+            left_bytes = status.f_blocks * status.f_frsize
             if self.capacity_bytes is not None:
                 left_bytes = min(left_bytes, max(self.capacity_bytes - self.used_bytes, 0))
             return self._swap.file.direct, self._swap.file.buffered, left_bytes, 0
