@@ -389,8 +389,8 @@ class CpuDevice:
             return managed.gone and managed.state == AWAY
         # Where only the limit on the process's memory is in the way, between pages of what is out, no waiting
         # helps: the arena reads it itself, and meets the limit as far as it can.
-        stats = arena.stats()
-        return managed.state == AWAY and stats.in_memory_bytes + managed.size_bytes <= stats.budget_bytes
+        needed_bytes = arena.stats().in_memory_bytes + managed.size_bytes
+        return managed.state == AWAY and needed_bytes + self._fixed_bytes <= self._budget_bytes
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
