@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import queue
 import secrets
@@ -27,10 +28,11 @@ from penstock.samples.remote.layout import (
     plan_upload,
 )
 from penstock.samples.remote.local import LocalStore, Upload, local_store
-from penstock.samples.remote.store import contents, read_superblock
+from penstock.samples.remote.store import read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c_at, crc32c_combine
-from penstock.storage.nvme.contents import HEAD_BYTES
+from penstock.storage.nvme.contents import HEAD_BYTES, IN_USE, WRITER_OFFSET, known_contents, marker_of
+from penstock.storage.nvme.lease import Held, Lease
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S, Namespace, TargetError
 from penstock.storage.nvme.url import parse_url
 from penstock.storage.objects import Bucket, is_object_url
@@ -64,10 +66,11 @@ def upload(
     timeout_s  longest wait for the target
 
     An upload that was broken off goes on where it stopped, by the same call. A store that is there already
-    is left as it is. Nothing else may use the namespace meanwhile.
+    is left as it is. Nothing else may use the namespace meanwhile: a second upload is refused.
 
     Raises SampleError where there is no store, or something else than this store there, or not enough room,
-    or the target fails; InvalidFile where the store is damaged; InvalidArgument.
+    or somebody else writes there, or the target fails; InvalidFile where the store is damaged;
+    InvalidArgument.
     """
     if progress is not None and not callable(progress):
         raise InvalidArgument(
@@ -120,16 +123,24 @@ def upload_to(
         store_id=store.store_id,
         namespace_bytes=device.size_bytes,
     )
-    superblock, goes_on = _begin(device, name, fresh, overwrite)
+    superblock, _ = _begin(device, name, fresh, overwrite)
     if superblock.complete:
         progress(total_bytes, total_bytes)
     else:
-        writer = _Writer(device, name, store, plan._replace(superblock=superblock))
-        done = writer.done() if goes_on else {}
-        if not done:
-            writer.clear()
-        written_bytes = writer.write_extents(done, progress)
-        writer.finish(done)
+        try:
+            with Lease(device) as lease:
+                superblock, goes_on = _begin(device, name, fresh, overwrite)  # as it is now
+                if not superblock.complete:
+                    writer = _Writer(device, name, store, plan._replace(superblock=superblock), lease)
+                    done = writer.done() if goes_on else {}
+                    if not done:
+                        writer.clear()
+                    written_bytes = writer.write_extents(done, progress)
+                    writer.finish(done)
+        except Held as held:
+            raise SampleError(
+                f"{held}: nothing more was written. Wait until that has ended, or give another namespace"
+            ) from held
     return Upload(
         url=name,
         samples=store.samples,
@@ -152,7 +163,14 @@ def _begin(device: Namespace, name: str, fresh: Superblock, overwrite: bool) -> 
             raise SampleError(f"nothing was written: {error}") from error
         return fresh, False
     if old is None:
-        if not overwrite and (there := contents(device)):
+        head = bytearray(HEAD_BYTES)
+        device.read_into(0, memoryview(head))
+        run = marker_of(head)
+        if run is not None and run.state == IN_USE and run.is_here and run.runs:
+            raise SampleError(
+                f"{run.who} spills tensors to {name}: nothing was written. Give another namespace"
+            )
+        if not overwrite and (there := known_contents(head)):
             raise SampleError(
                 f"{name} holds {there}: nothing was written. Give another namespace, or destroy what is "
                 "there with overwrite=True (--overwrite)"
@@ -181,8 +199,10 @@ def _begin(device: Namespace, name: str, fresh: Superblock, overwrite: bool) -> 
 class _Writer:
     """Writes one store. All offsets and sizes are of whole blocks, with zeros behind what is written."""
 
-    def __init__(self, device: Namespace, name: str, store: LocalStore, plan: UploadPlan) -> None:
-        self._device, self._name, self._store, self._plan = device, name, store, plan
+    def __init__(
+        self, device: Namespace, name: str, store: LocalStore, plan: UploadPlan, lease: Lease
+    ) -> None:
+        self._device, self._name, self._store, self._plan, self._lease = device, name, store, plan, lease
         self._superblock, self._extent_bytes = plan.superblock, plan.superblock.extent_bytes
         self._block_bytes = max(device.block_bytes, SMALLEST_WRITE_BYTES)
         self._record = AlignedBuffer(align_up(max(self._superblock.progress_bytes, 1), self._block_bytes))
@@ -210,7 +230,8 @@ class _Writer:
         """Begin: from here on nothing is left of what was there before."""
         self._write_superblock(self._superblock)
         first, second = SUPERBLOCK_OFFSETS
-        for begin, end in ((first, second), (second, HEAD_BYTES)):
+        kept = (first, WRITER_OFFSET, second, HEAD_BYTES)  # blocks that are written by themselves
+        for begin, end in itertools.pairwise(kept):
             self._write(begin + self._block_bytes, bytes(end - begin - self._block_bytes))
         self._record = AlignedBuffer(self._record.size_bytes)
         self._device.write(self._superblock.progress_offset, self._record.view())
@@ -224,6 +245,7 @@ class _Writer:
         progress(total_bytes - left_bytes, total_bytes)
         for begin in range(0, len(left), EXTENTS_AT_ONCE):
             some = left[begin : begin + EXTENTS_AT_ONCE]
+            self._lease.check()
             in_parallel(functools.partial(self._write_extent, done), some)
             self._device.flush()
             self._record_durable(some, done)
@@ -243,6 +265,7 @@ class _Writer:
                     f"{self._store.paths[file.name]} is damaged: its checksum is wrong. {AGAIN}"
                 )
         table = encoded_table(files)
+        self._lease.check()
         self._write(self._superblock.table_offset, table)
         self._device.flush()
         self._write_superblock(completed(self._superblock, table))

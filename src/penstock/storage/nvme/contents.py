@@ -1,7 +1,9 @@
-"""What lies on a namespace, by its first MiB; and the marker with which a run says that it spills there.
+"""What lies on a namespace, by its first MiB; and the markers by which a run says that it spills there, or an
+upload that it writes a store.
 
-The marker keeps two runs off one namespace, and lets a run use one that an earlier run left. It is no lock:
-who writes it reads it back a moment later, and of two that begin at once the later one stays.
+A marker keeps others off, and lets somebody use a namespace that an earlier run left. It is no lock: who
+writes it reads it back a moment later, and of two that begin at once the later one stays. That of an upload
+is renewed while it lasts: `lease.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ HEAD_BYTES = 1 << 20  # of who holds the namespace, and nobody else's
 STORE_MAGIC = b"penstock-samples"
 STORE_MAGIC_OFFSETS = (0, 512 << 10)
 SPILL_MAGIC = b"penstock-spill\0\0"
+WRITER_MAGIC = b"penstock-writer\0"
+WRITER_OFFSET = 256 << 10  # of the marker of an upload, in a block of its own, whatever a block is
 
 # What else may lie there, by its bytes: an offset into the first MiB, what stands there, and whose it is.
 _OTHERS = (
@@ -46,25 +50,36 @@ def known_contents(head: bytes | bytearray) -> str | None:
     for offset, magic, whose in _OTHERS:
         if head[offset : offset + len(magic)] == magic:
             return whose
-    return "data that is not penstock's" if any(head) else None
+    return "data that is not penstock's" if any(without_writer(head)) else None
+
+
+def without_writer(head: bytes | bytearray) -> bytes | bytearray:
+    """A namespace's beginning with zeros in the place of an upload's marker, if one is there."""
+    end = WRITER_OFFSET + MARKER_BYTES
+    if marker_of(head[WRITER_OFFSET:end], WRITER_MAGIC) is None:
+        return head
+    return head[:WRITER_OFFSET] + bytes(MARKER_BYTES) + head[end:]
 
 
 MARKER_BYTES = 4096  # a multiple of every block that is spilled to
 
 IN_USE = 1
 _VERSION = 1
-_MARKER = struct.Struct("<16sII16s16sQQ64s")  # then a CRC-32C of it
+_MARKER = struct.Struct("<16sII16s16sQQ64sI")  # then a CRC-32C of it; that of a run lacks the last number
+_SIZES = {SPILL_MAGIC: _MARKER.size - 4, WRITER_MAGIC: _MARKER.size}
 
 
 class Marker(NamedTuple):
-    """Who spills.
+    """Who spills, or uploads.
 
-    state          `IN_USE`; of a run that has ended, time.time() until which a write of it may land, or 0
-    random         16 bytes, of this run alone
+    state          of a run `IN_USE`, and once it has ended time.time() until which a write of it may land,
+                   or 0; of an upload how often it was renewed, from 1 on
+    random         16 bytes, of this run or upload alone
     place          16 bytes: the machine since it was started, and its container
     process        number of the process there
     started_ticks  when that began, as of /proc
     host           name of the machine, in at most 64 bytes, for messages
+    lease_s        of an upload that is not renewed for so long nothing can land any more
     """
 
     state: int
@@ -73,19 +88,37 @@ class Marker(NamedTuple):
     process: int
     started_ticks: int
     host: bytes
+    lease_s: int = 0
 
-    def encoded(self) -> bytes:
+    @property
+    def who(self) -> str:
+        """For messages."""
+        host = self.host.rstrip(b"\0").decode("utf-8", "replace") or "another machine"
+        return f"process {self.process} on {host}"
+
+    @property
+    def is_here(self) -> bool:
+        """On this machine: whether it runs can be told."""
+        return self.place == _place()
+
+    @property
+    def runs(self) -> bool:
+        """Of one that is here."""
+        return self.started_ticks != 0 and _started_ticks(self.process) == self.started_ticks
+
+    def encoded(self, magic: bytes = SPILL_MAGIC) -> bytes:
         """[4096 bytes]"""
-        packed = _MARKER.pack(SPILL_MAGIC, _VERSION, *self)
+        packed = _MARKER.pack(magic, _VERSION, *self)[: _SIZES[magic]]
         return (packed + struct.pack("<I", crc32c(packed))).ljust(MARKER_BYTES, b"\0")
 
 
-def marker_of(head: bytes | bytearray) -> Marker | None:
-    """The marker that a namespace begins with; None where there is none, or it is damaged."""
-    packed, crc = head[: _MARKER.size], head[_MARKER.size : _MARKER.size + 4]
-    if len(crc) < 4 or not packed.startswith(SPILL_MAGIC) or crc != struct.pack("<I", crc32c(packed)):
+def marker_of(head: bytes | bytearray, magic: bytes = SPILL_MAGIC) -> Marker | None:
+    """The marker that these bytes begin with; None where there is none, or it is damaged."""
+    size = _SIZES[magic]
+    packed, crc = head[:size], head[size : size + 4]
+    if len(crc) < 4 or not packed.startswith(magic) or crc != struct.pack("<I", crc32c(packed)):
         return None
-    _, version, *fields = _MARKER.unpack(packed)
+    _, version, *fields = _MARKER.unpack(packed.ljust(_MARKER.size, b"\0"))
     return Marker(*fields) if version == _VERSION else None
 
 
@@ -105,20 +138,20 @@ def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
         if head[offset : offset + len(STORE_MAGIC)] == STORE_MAGIC:
             return "a sample store"
     marker = marker_of(head)
+    writer = marker_of(head[WRITER_OFFSET : WRITER_OFFSET + MARKER_BYTES], WRITER_MAGIC)
+    if writer is not None and (not writer.is_here or writer.runs):
+        return f"a store that {writer.who} uploads"
     if marker is None:
         return known_contents(head)
     if any(head[MARKER_BYTES:]):
         return "data that is not penstock's"
     if marker.state != IN_USE:
         return None
-    host = marker.host.rstrip(b"\0").decode("utf-8", "replace") or "another machine"
-    run = f"the spill space of process {marker.process} on {host}"
-    if marker.place != _place():
+    run = f"the spill space of {marker.who}"
+    if not marker.is_here:
         gone = "has not said that it has ended (if that machine is gone, add &takeover=1 to the URL)"
         return None if takeover else f"{run}, which {gone}"
-    if marker.started_ticks and _started_ticks(marker.process) == marker.started_ticks:
-        return f"{run}, which runs"
-    return None
+    return f"{run}, which runs" if marker.runs else None
 
 
 def _place() -> bytes:

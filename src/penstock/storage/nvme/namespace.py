@@ -60,6 +60,7 @@ class Namespace(Closing):
     size_bytes   of all its blocks
     block_bytes  what is written is a multiple of: a power of two, 512 to 65536
     queues       I/O queues that its target grants
+    longest_request_s  in which a request has ended, well or in an error, whatever happens
     quiesce_s    after a connection is lost, the longest that the target may still carry out what it had got
     """
 
@@ -87,6 +88,7 @@ class Namespace(Closing):
         self.file = File(-1, found["handle"], self.block_bytes)
         facts = self._controller.identify()
         self.queues: int = facts["max_queues"]
+        self.longest_request_s = timeout_s * _PATIENCE
         self.quiesce_s: float = facts["quiesce_s"]
         self._is_open = True
 

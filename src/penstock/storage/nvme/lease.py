@@ -1,0 +1,150 @@
+"""One upload at a time: a marker on the namespace that its writer renews, and others read before they write.
+
+A writer that is gone is told by its process number on the same machine. On another one, by a marker that is
+not renewed for as long as its lease: by then each of its requests has ended, in an error if need be, and the
+target carries out none that it had got before it lost the connection. Clocks of machines are never compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+
+from penstock.storage.aligned import AlignedBuffer, align_up
+from penstock.storage.files import Closing
+from penstock.storage.nvme.contents import (
+    MARKER_BYTES,
+    WRITER_MAGIC,
+    WRITER_OFFSET,
+    Marker,
+    marker_of,
+    own_marker,
+)
+from penstock.storage.nvme.namespace import Namespace, TargetError
+from penstock.units import format_seconds
+
+logger = logging.getLogger("penstock")
+
+_OTHERS_S = 0.25  # in which another that has found it free too has written its marker
+_RENEWED_S = 2.0
+
+
+_held: set[bytes] = set()  # by `random`, of this process
+
+
+class Held(Exception):
+    """Somebody else writes to the namespace. Its text names them."""
+
+
+class Lease(Closing):
+    """The right to write to a namespace, until it is closed. A context manager.
+
+    Raises Held where somebody else has it, TargetError. One on another machine may have ended: it is waited
+    for as long as its lease.
+    """
+
+    def __init__(self, device: Namespace) -> None:
+        self._device = device
+        self._lock = threading.Lock()  # of what follows
+        self._lost: Held | None = None
+        self._ended = threading.Event()
+        self._wait_for_others()
+        lease_s = math.ceil(device.longest_request_s + device.quiesce_s + 2 * _RENEWED_S)
+        self._marker = own_marker()._replace(lease_s=lease_s)
+        _held.add(self._marker.random)
+        try:
+            self._take()
+        except BaseException:
+            _held.discard(self._marker.random)
+            raise
+
+    def _take(self) -> None:
+        self._write(self._marker)
+        time.sleep(_OTHERS_S)
+        self._renewed_s = -math.inf
+        self.check()
+        self._thread = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises Held where somebody else has taken the namespace over; TargetError."""
+        with self._lock:
+            if self._lost is None and time.monotonic() - self._renewed_s > _RENEWED_S / 2:
+                there = self._read()
+                if there is None or there.random != self._marker.random:
+                    who = "somebody else" if there is None else there.who
+                    self._lost = Held(f"{who} has begun to write to {self._device.url}")
+                else:
+                    self._marker = there._replace(state=there.state % 0xFFFFFFFF + 1)
+                    self._write(self._marker)
+                    self._renewed_s = time.monotonic()
+            if self._lost is not None:
+                raise self._lost
+
+    def close(self) -> None:
+        """Let others write. Idempotent."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        try:
+            self.check()
+            self._write(None)
+        except Held:  # the marker is the other's
+            pass
+        except TargetError as error:
+            logger.warning("%s still says that this upload goes on: %s", self._device.url, error)
+        finally:
+            _held.discard(self._marker.random)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEWED_S):
+            try:
+                self.check()
+            except Held:
+                return
+            except TargetError:  # the upload itself will say so, or the target comes back
+                continue
+
+    def _wait_for_others(self) -> None:
+        there = self._read()
+        if there is None or (there.is_here and not self._goes_on(there)):
+            return
+        if not there.is_here:
+            logger.info(
+                "%s is marked as written to by %s: waiting up to %s for a sign of it",
+                self._device.url,
+                there.who,
+                format_seconds(there.lease_s),
+            )
+            begun_s = time.monotonic()
+            while time.monotonic() - begun_s < there.lease_s:
+                time.sleep(min(_RENEWED_S / 2, there.lease_s))
+                now = self._read()
+                if now is None:
+                    return
+                if now != there:
+                    there = now
+                    break
+            else:
+                return
+        raise Held(f"{there.who} writes to {self._device.url}")
+
+    @staticmethod
+    def _goes_on(there: Marker) -> bool:
+        """Of one on this machine."""
+        return there.random in _held if there.process == os.getpid() else there.runs
+
+    def _read(self) -> Marker | None:
+        buffer = AlignedBuffer(align_up(MARKER_BYTES, self._device.block_bytes))
+        self._device.read_into(WRITER_OFFSET, buffer.view())
+        return marker_of(bytes(buffer.view()[:MARKER_BYTES]), WRITER_MAGIC)
+
+    def _write(self, marker: Marker | None) -> None:
+        buffer = AlignedBuffer(align_up(MARKER_BYTES, self._device.block_bytes))
+        if marker is not None:
+            buffer.view()[:MARKER_BYTES] = marker.encoded(WRITER_MAGIC)
+        self._device.write(WRITER_OFFSET, buffer.view())
