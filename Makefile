@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-nvme test-stress soak test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-nvme test-stress soak test-kills test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -102,6 +102,12 @@ test-stress: module-seams
 HOURS := 1
 soak: setup
 	$(BIN)/python -m tests.soak --hours $(HOURS)
+
+# Saves, packing, uploads, training, fine-tuning and ranks, each killed at a thousand random moments: an hour.
+# make test-kills N=20 KILLS='--activities save,pack'
+N := 1000
+test-kills: setup
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.soak.kills --times $(N) $(KILLS)
 
 # All tests with another version of torch, in an environment of its own: make test-torch VERSION=2.10.0
 # With another Python: make test-torch VERSION=2.15.0 PYTHON=python3.13
