@@ -148,12 +148,13 @@ nb::dict facts_of(PyController& self) {
   return result;
 }
 
-nb::dict open_namespace(PyController& self, std::uint32_t nsid) {
+nb::dict open_namespace(PyController& self, std::uint32_t nsid, std::int64_t encrypted_from) {
   Handle handle;
   auto& controller = self.get();
   {
     const nb::gil_scoped_release release;
-    handle = controller.open_namespace(nsid);
+    handle = controller.open_namespace(
+        nsid, encrypted_from < 0 ? std::nullopt : std::optional(static_cast<std::uint64_t>(encrypted_from)));
   }
   self.keep(handle);
   const auto name_space = find_namespace(handle);
@@ -301,7 +302,7 @@ void bind_nvme(nb::module_& module) {
       .def(
           "namespaces", [](PyController& self) { return self.get().namespaces(); }, released)
       .def("identify", &facts_of)
-      .def("open_namespace", &open_namespace, nb::arg("nsid"))
+      .def("open_namespace", &open_namespace, nb::arg("nsid"), nb::arg("encrypted_from") = -1)
       .def(
           "flush", [](PyController& self, std::uint32_t nsid) { nvme::flush(self.get(), nsid); }, nb::arg("nsid"),
           released)

@@ -361,12 +361,16 @@ std::vector<std::uint32_t> Controller::namespaces() {
   return *found;
 }
 
-Handle Controller::open_namespace(std::uint32_t nsid) {
+Handle Controller::open_namespace(std::uint32_t nsid, std::optional<std::uint64_t> encrypted_from) {
   const auto identity = std::make_shared<Identity>();
   run_job([this, nsid, identity] {
     *identity = association_->identify_namespace(nsid, deadline(options_.command_timeout_s));
   });
-  const auto handle = add_namespace(std::make_shared<Namespace>(shared_from_this(), nsid, *identity));
+  std::unique_ptr<Sealing> sealing;
+  if (encrypted_from)
+    sealing = std::make_unique<Sealing>(*encrypted_from, identity->data.blocks << identity->data.block_shift);
+  const auto handle =
+      add_namespace(std::make_shared<Namespace>(shared_from_this(), nsid, *identity, std::move(sealing)));
   const std::lock_guard lock(mutex_);
   try {
     opened_.insert(handle);

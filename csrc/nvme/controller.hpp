@@ -13,6 +13,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -55,7 +56,8 @@ class Controller : public std::enable_shared_from_this<Controller> {
   const Options& options() const { return options_; }
   Facts facts();
   std::vector<std::uint32_t> namespaces();
-  Handle open_namespace(std::uint32_t nsid);
+  // encrypted_from: what is written there, and behind it, is encrypted with a key of its own; none: nothing.
+  Handle open_namespace(std::uint32_t nsid, std::optional<std::uint64_t> encrypted_from = std::nullopt);
   void close_namespace(Handle handle);
   std::string last_loss();
   Counters counters;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "io/io.hpp"
+#include "nvme/sealing.hpp"
 #include "nvme/wire.hpp"
 #include "sync.hpp"
 
@@ -24,8 +25,9 @@ struct Identity {
 // A namespace that was opened, by its handle.
 class Namespace {
  public:
-  Namespace(std::shared_ptr<Controller> controller, std::uint32_t nsid, const Identity& identity)
-      : controller(std::move(controller)), nsid(nsid), identity(identity) {}
+  Namespace(std::shared_ptr<Controller> controller, std::uint32_t nsid, const Identity& identity,
+            std::unique_ptr<Sealing> sealing = nullptr)
+      : controller(std::move(controller)), nsid(nsid), identity(identity), sealing(std::move(sealing)) {}
   std::uint32_t block_bytes() const { return 1U << identity.data.block_shift; }
   std::uint64_t size_bytes() const { return identity.data.blocks << identity.data.block_shift; }
   // Whether it is still the one that was opened, as far as is known.
@@ -37,6 +39,7 @@ class Namespace {
   const std::shared_ptr<Controller> controller;
   const std::uint32_t nsid;
   const Identity identity;
+  const std::unique_ptr<Sealing> sealing;  // null: nothing is encrypted
 
  private:
   std::atomic<bool> usable_ = true;

@@ -78,6 +78,10 @@ class NvmeIo final : public Io {
 
  private:
   struct Target;
+  struct Buffer {
+    std::unique_ptr<std::byte[]> bytes;
+    std::uint64_t size_bytes = 0;
+  };
   struct Remote {  // a namespace
     std::shared_ptr<Namespace> name_space;
     Target* target;
@@ -90,6 +94,10 @@ class NvmeIo final : public Io {
     std::uint32_t size_bytes, commands_left;
     int error;
     bool unsettled = false;  // a command that was lost may write yet
+    // Of an encrypted namespace: what goes over the wire, and for a read what becomes of it.
+    Buffer* wire = nullptr;
+    std::uint64_t wire_begin = 0, first = 0;
+    std::byte* into = nullptr;
   };
   struct Part {
     Task* task;
@@ -160,6 +168,7 @@ class NvmeIo final : public Io {
   std::unordered_map<Handle, Remote> remotes_;
   std::deque<Result> results_;
   Pool<Task> tasks_;
+  std::unique_ptr<Pool<Buffer>> buffers_ = std::make_unique<Pool<Buffer>>();
   Pool<Part> parts_;
 };
 
@@ -239,11 +248,29 @@ void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag
   if (operation.write && (first % block_bytes != 0 || operation.size_bytes % block_bytes != 0))
     return refuse(EINVAL, "writes are of whole blocks of " + std::to_string(block_bytes) + " bytes");
   if (operation.size_bytes == 0) return refuse(EINVAL, "no bytes are asked for");
+  auto wire_begin = first, wire_end = end;
+  auto* memory = operation.address;
+  if (auto* sealing = name_space.sealing.get(); sealing != nullptr && first >= sealing->begin()) {
+    constexpr auto kUnit = Sealing::kUnitBytes;
+    wire_begin = first / kUnit * kUnit;
+    wire_end = (end + kUnit - 1) / kUnit * kUnit;
+    if (wire_end > size_bytes || (operation.write && (wire_begin != first || wire_end != end)))
+      return refuse(EINVAL, "what is encrypted is whole pieces of " + std::to_string(kUnit) + " bytes");
+    task->wire = buffers_->take();
+    if (task->wire->size_bytes < wire_end - wire_begin)
+      *task->wire = {std::unique_ptr<std::byte[]>(new std::byte[wire_end - wire_begin]), wire_end - wire_begin};
+    memory = task->wire->bytes.get();
+    task->wire_begin = wire_begin;
+    task->first = first;
+    if (!operation.write) task->into = operation.address;
+    if (operation.write && !sealing->seal(first, operation.address, memory, operation.size_bytes))
+      return refuse(EIO, "it cannot be encrypted");
+  }
   const auto now = Clock::now();
   task->commands_left = 0;
-  for (auto at = first; at < end;) {
+  for (auto at = wire_begin; at < wire_end;) {
     const auto block_begin = at / block_bytes * block_bytes;
-    const auto stop = std::min(end, block_begin + remote.most_bytes);
+    const auto stop = std::min(wire_end, block_begin + remote.most_bytes);
     const auto block_end = (stop + block_bytes - 1) / block_bytes * block_bytes;
     auto* part = parts_.take();
     *part = {task, {}, at, 0, 0, now};
@@ -253,7 +280,7 @@ void NvmeIo::begin(const Operation& operation, Remote& remote, std::uint64_t tag
     command.direction = operation.write ? Direction::to_controller : Direction::to_host;
     command.data_bytes = static_cast<std::uint32_t>(block_end - block_begin);
     command.skipped_bytes = static_cast<std::uint32_t>(at - block_begin);
-    command.memory = operation.address + (at - first);
+    command.memory = memory + (at - wire_begin);
     command.memory_bytes = static_cast<std::uint32_t>(stop - at);
     command.tag = reinterpret_cast<std::uint64_t>(part);
     remote.target->waiting.push_back(part);
@@ -603,6 +630,17 @@ void NvmeIo::end_part(Part* part, int error, const std::string& why) {
   parts_.give(part);
   if (--task.commands_left > 0) return;
   io_step("nvme end");
+  if (task.wire != nullptr) {
+    const auto skipped = task.first - task.wire_begin;
+    if (task.error == 0 && task.into != nullptr &&
+        !name_space.sealing->open(task.wire_begin, task.wire->bytes.get(), skipped, task.into, task.size_bytes)) {
+      task.error = EBADMSG;
+      name_space.set_error(controller.options().url() + ": namespace " + std::to_string(name_space.nsid) + ": the " +
+                           std::to_string(task.size_bytes) + " bytes at " + std::to_string(task.first) +
+                           " are not what was written there: somebody has changed them");
+    }
+    buffers_->give(std::exchange(task.wire, nullptr));
+  }
   results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes), task.unsettled});
   tasks_.give(&task);
 }
@@ -637,7 +675,10 @@ NvmeIo::~NvmeIo() {
       for (auto& queue : target.queues) queue.channel->shut_down();
       static std::mutex leaving;
       const std::lock_guard lock(leaving);
-      if (ring_ != nullptr) left_behind().splice(left_behind().end(), target.queues);  // the kernel's, for ever
+      if (ring_ != nullptr) {  // the kernel's, for ever
+        left_behind().splice(left_behind().end(), target.queues);
+        (void)buffers_.release();
+      }
     }
     target.controller->remove_client(target.client);
   }

@@ -31,6 +31,7 @@ urls = st.builds(
     queues=st.integers(1, 64),
     depth=st.integers(1, 1023),
     takeover=st.booleans(),
+    encrypt=st.none() | st.booleans(),
     host_nqn=st.none() | names,
     fragment=st.just("") | names,
 )
@@ -43,6 +44,25 @@ def test_what_is_written_is_read(url: Url) -> None:
     assert parse_url(text) == url
     assert parse_portal(text) == url.portal
     assert parse_portal(str(url.portal)) == url.portal
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("LocalHost", True),
+        ("10.0.0.7", False),
+        ("0.0.0.0", False),
+        ("[fe80::1%eth0]", False),
+        ("localhost.example", False),
+        ("127.0.0.1.example", False),
+    ],
+)
+def test_what_is_on_this_machine(host: str, here: bool) -> None:
+    assert parse_url(f"nvme+tcp://{host}/nqn?ns=1").portal.is_here == here
 
 
 def test_every_part_has_its_place() -> None:

@@ -25,7 +25,8 @@ _SWAP_PARTS = 4  # one of so many is the arena's
 
 class SpillNamespace:
     """A namespace that tensors are spilled to, behind a marker that keeps others off. What was written stays
-    on it: it is no file that goes away.
+    on it: it is no file that goes away. Unless the target is on this machine, or the URL says otherwise, it
+    is encrypted with a key that goes with the run.
 
     The attributes are those of SpillFile; `handle` names it to the native side.
 
@@ -47,7 +48,8 @@ class SpillNamespace:
         self.place = url
         self.size_bytes = 0
         try:
-            self._namespace = Namespace(url, timeout_s)
+            encrypts = not url.portal.is_here if url.encrypt is None else url.encrypt
+            self._namespace = Namespace(url, timeout_s, HEAD_BYTES if encrypts else None)
             try:
                 self._take()
             except BaseException:
@@ -57,6 +59,8 @@ class SpillNamespace:
             raise _unusable(url, error) from error
         self.file = self._namespace.file
         self.handle = self.file.direct
+        if encrypts:
+            logger.info("tensors that are spilled to %s are encrypted", url)
         self._end_bytes = align_down(self._namespace.size_bytes - HEAD_BYTES, ALIGNMENT_BYTES)
         self._swap: tuple[int, int] | None = None
 

@@ -6,6 +6,7 @@ Those of one subsystem share an association in each process; none survives a for
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import threading
@@ -30,6 +31,7 @@ _CONNECT_SHARE, _COMMAND_SHARE, _RECONNECT_SHARE = 1 / 4, 1 / 4, 1 / 2  # of the
 _LONGEST_CONNECT_S, _LONGEST_COMMAND_S, _LONGEST_KEEP_ALIVE_S = 15.0, 30.0, 15.0
 _CLOSE_TIMEOUT_S = 5.0
 _ANY = ("", "0.0.0.0", "::")  # of a target that listens at all its addresses
+_ENCRYPTED_BYTES = 4096  # at once
 _PATIENCE = 3.0  # times the time limit: by then the initiator has ended every request
 _DONE = {"read": "read", "write": "written"}
 
@@ -64,11 +66,15 @@ class Namespace(Closing):
     quiesce_s    after a connection is lost, the longest that the target may still carry out what it had got
     """
 
-    def __init__(self, url: Url, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, url: Url, timeout_s: float = DEFAULT_TIMEOUT_S, encrypted_from: int | None = None
+    ) -> None:
         """Connects.
 
         timeout_s  in which a request ends, well or in an error: commands, and attempts to connect again,
                    have shares of it
+        encrypted_from  what is written there and behind it is encrypted (AES-256-GCM), with a key that
+                   lives as long as this object, and moved in whole pieces of 4096 bytes
 
         Raises TargetError where the target cannot be reached, or refuses, or has no such namespace, or where
         one of the two does not show its key; InvalidArgument where a key cannot be used.
@@ -79,13 +85,21 @@ class Namespace(Closing):
         with _target_errors(url):
             self._controller = _connected(url, timeout_s)
             try:
-                found = self._controller.open_namespace(url.namespace)
+                if encrypted_from is not None:
+                    with contextlib.suppress(
+                        ImportError
+                    ):  # a libcrypto that only Python finds is loaded then
+                        importlib.import_module("ssl")
+                found = self._controller.open_namespace(
+                    url.namespace, -1 if encrypted_from is None else encrypted_from
+                )
             except BaseException:
                 self._controller.close(_CLOSE_TIMEOUT_S)
                 raise
         self.block_bytes: int = found["block_bytes"]
         self.size_bytes: int = found["block_bytes"] * found["blocks"]
-        self.file = File(-1, found["handle"], self.block_bytes)
+        piece_bytes = self.block_bytes if encrypted_from is None else max(self.block_bytes, _ENCRYPTED_BYTES)
+        self.file = File(-1, found["handle"], piece_bytes)
         facts = self._controller.identify()
         self.queues: int = facts["max_queues"]
         self.longest_request_s = timeout_s * _PATIENCE

@@ -7,6 +7,8 @@ says what each does, and `Url` what it is where it is not given. ``ns`` has to b
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ _FORM = f"{SCHEME}://HOST:PORT/NQN?ns=1"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/+)(.*)", re.DOTALL)
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
 _HOST6 = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
-_OPTIONS = ("ns", "hdgst", "ddgst", "queues", "depth", "takeover", "hostnqn")
+_OPTIONS = ("ns", "hdgst", "ddgst", "queues", "depth", "takeover", "encrypt", "hostnqn")
 _KEPT = ":@!$'()*,;/"  # in an NQN, besides letters, digits and _.-~
 
 
@@ -39,6 +41,13 @@ class Portal(NamedTuple):
 
     host: str
     port: int
+
+    @property
+    def is_here(self) -> bool:
+        """On the loopback, by its name or address alone."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host.lower() in ("localhost", "localhost.")
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -55,6 +64,7 @@ class Url:
     queues          I/O queues, each a TCP connection
     depth           commands in flight on each
     takeover        spill to it although a run of another machine, which is gone, has not said that it ended
+    encrypt         spilled tensors; None: where the host is another machine
     host_nqn        the name that this machine gives itself (hostnqn); None: see `this_host`
     fragment        what follows #, empty for all of it
     """
@@ -68,6 +78,7 @@ class Url:
     queues: int = 1
     depth: int = 128
     takeover: bool = False
+    encrypt: bool | None = None
     host_nqn: str | None = None
     fragment: str = ""
 
@@ -82,6 +93,7 @@ class Url:
         options += [f"queues={self.queues}"] if self.queues != 1 else []
         options += [f"depth={self.depth}"] if self.depth != 128 else []
         options += ["takeover=1"] if self.takeover else []
+        options += [] if self.encrypt is None else [f"encrypt={self.encrypt:d}"]
         options += [] if self.host_nqn is None else [f"hostnqn={quote(self.host_nqn, safe=_KEPT)}"]
         fragment = f"#{quote(self.fragment, safe=_KEPT)}" if self.fragment else ""
         name = quote(self.subsystem_nqn, safe=_KEPT)
@@ -116,6 +128,7 @@ def parse_url(text: str) -> Url:
             header_digest=_switch("hdgst", options),
             data_digest=_switch("ddgst", options),
             takeover=_switch("takeover", options),
+            encrypt=_switch("encrypt", options) if "encrypt" in options else None,
             queues=_number("queues", options.get("queues", "1"), MOST_QUEUES),
             depth=_number("depth", options.get("depth", "128"), MOST_DEPTH),
             host_nqn=_nqn(options["hostnqn"], "hostnqn") if "hostnqn" in options else None,
