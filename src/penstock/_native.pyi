@@ -236,7 +236,9 @@ class NvmeController:
         """serial, model, firmware, version, controller_id, mdts_bytes (0: no limit), io_capsule_bytes,
         max_queues, queue_entries, volatile_write_cache, header_digest, data_digest."""
     def open_namespace(self, nsid: int, encrypted_from: int = -1) -> dict[str, Any]:
-        """encrypted_from: what is written there and behind it is; -1: nothing. handle, block_bytes, blocks, nguid, eui64, uuid."""
+        """encrypted_from: what is written there and behind it is; -1: nothing.
+
+        handle, block_bytes, blocks, nguid, eui64, uuid."""
     def flush(self, nsid: int) -> None: ...
     def counters(self) -> dict[str, int]:
         """reads, writes (commands), read_bytes, write_bytes, reconnects, retries, timeouts, violations,
