@@ -18,6 +18,7 @@ import penstock
 from penstock import checkpoint
 from penstock.checkpoint import background, pieces
 from penstock.errors import CheckpointError
+from penstock.runtime import snapshots
 from penstock.storage.native import PosixTransport
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport, direct_path
@@ -197,8 +198,17 @@ def test_the_interpreter_ends_after_the_save(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.load(tmp_path / "state")["a"], torch.arange(3_000_000))
 
 
+@pytest.mark.parametrize("smallest_bytes", [4096, snapshots.SMALLEST_BYTES])
 @pytest.mark.parametrize("wait", [True, False])
-def test_offloaded_training_can_be_saved(wait: bool, tmp_path: Path, hardware: penstock.Hardware) -> None:
+def test_offloaded_training_can_be_saved(
+    wait: bool,
+    smallest_bytes: int,
+    tmp_path: Path,
+    hardware: penstock.Hardware,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALLEST_BYTES", smallest_bytes)
+
     def train(save: Callable[[int, dict[str, object]], None] | None) -> list[bytes]:
         model, optimizer = small_gpt()
         with penstock.offload(
