@@ -84,6 +84,14 @@ class Lease(Closing):
             if self._lost is not None:
                 raise self._lost
 
+    def __exit__(self, *raised: object) -> None:
+        if raised[1] is None or isinstance(raised[1], Exception):
+            self.close()
+            return
+        # Ctrl-C waits for no drive: the marker stays, and says on this machine that nobody writes.
+        self._ended.set()
+        _held.discard(self._marker.random)
+
     def close(self) -> None:
         """Let others write. Idempotent."""
         if self._ended.is_set():
