@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +14,8 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonThreads:
-    """Like a ThreadPoolExecutor, but a disk that hangs does not keep the process from ending."""
+    """Like a ThreadPoolExecutor, but a disk that hangs does not keep the process from ending. Its threads end
+    with it, too: an interrupt may keep whoever makes it from ever closing it."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -22,6 +24,8 @@ class DaemonThreads:
             threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
             for _ in range(threads)
         ]
+        self._let_go = weakref.finalize(self, _end, self._calls, threads)
+        self._let_go.atexit = False
         for thread in self._threads:
             thread.start()
 
@@ -39,8 +43,12 @@ class DaemonThreads:
     def close(self) -> None:
         """Let the threads end once they are done with what was submitted. Idempotent."""
         if not self.inherited:
-            for _ in self._threads:
-                self._calls.put(None)
+            self._let_go()
+
+
+def _end(calls: queue.SimpleQueue[_Call | None], threads: int) -> None:
+    for _ in range(threads):
+        calls.put(None)
 
 
 def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
