@@ -3,8 +3,8 @@
     python -m tests.soak.interrupts --times N [--programs train,save] [--seconds MOST] [--seed S]
 
 A timer sends SIGINT after a random number of microseconds: into Python, callbacks of weak references, C++.
-One KeyboardInterrupt comes out, what was in use is given back, and every few times the same process does it all
-undisturbed, with the bits of before.
+One KeyboardInterrupt comes out, what was in use is given back, and every few times the same process does it
+all undisturbed, with the bits of before.
 
 Python drops what is raised in a destructor or a callback. Where one of penstock's was, that is a failure.
 Prints how many were interrupted, by program, and how many were dropped elsewhere.

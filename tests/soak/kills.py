@@ -152,7 +152,9 @@ def wanted_store(folder: Path) -> None:
 
 
 def pack(folder: Path) -> None:
-    packing_alone.pack_to(folder / "out")
+    out = folder / "out"
+    if (out / "packing.json").exists() or not (out / "store.json").exists():
+        packing_alone.pack_to(out)
 
 
 def packed_is_whole(folder: Path) -> None:
