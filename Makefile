@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-nvme test-stress soak test-kills test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-faults test-nvme test-stress soak test-kills test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -69,7 +69,7 @@ test-device: device
 
 # Those that take longer: examples from end to end, kills, every transfer failing, hundreds of steps.
 test-slow: setup
-	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark and not device and not compiled' $(call files_with,slow)
+	$(BIN)/pytest -n 3 --dist worksteal -m 'slow and not benchmark and not compiled and not device and not faults' $(call files_with,slow)
 
 # Whole models of many kinds under torch.compile, divided: some minutes of a C++ compiler.
 test-compiled: setup
@@ -78,6 +78,12 @@ test-compiled: setup
 # Do the benchmarks run? On little, for a minute or two.
 test-benchmarks: setup
 	$(BIN)/pytest -n 2 -m benchmark $(call files_with,benchmark)
+
+# Every call on a file fails in every way, and power is lost at any moment, on a file system of FUSE: prints what came
+# of each. In one process, a quarter of an hour; fewer, in minutes: make test-faults FAULTS=
+FAULTS := all
+test-faults: setup
+	$(if $(FAULTS),PENSTOCK_FAULTS=$(FAULTS)) $(BIN)/pytest -m faults tests/faults
 
 # The Linux kernel's NVMe/TCP target in an emulated machine. Installs Debian's packages where it is root, and
 # downloads a kernel (once); skips, and says why, where they cannot be had.

@@ -81,7 +81,8 @@ class Replacement(files.Closing):
             with contextlib.suppress(OSError):
                 os.unlink(self._hidden)
             self._hidden = None
-        self.opened.close()
+        with contextlib.suppress(OSError):  # what counts is durable, and an earlier error says more
+            self.opened.close()
 
     def _create(self, there: os.stat_result | None) -> int:
         flags, mode = os.O_RDWR | os.O_CLOEXEC, 0o666 if there is None else 0o600

@@ -52,16 +52,19 @@ def place_of(place: PathLike) -> Path | ObjectPath:
     return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place)
 
 
-def _open_regular(path: Path, flags: int = 0) -> int:
-    """A descriptor of the file at ``path``. Raises OSError where it is something else."""
+def _open_regular(path: Path, flags: int = 0) -> tuple[int, int]:
+    """A descriptor of the file at ``path``, and its size. Raises OSError where it is something else."""
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for its writer
     descriptor = os.open(path, flags)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise os_error(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL)
         os.set_blocking(descriptor, True)
-        return descriptor
-    os.close(descriptor)
-    raise os_error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status.st_size
 
 
 class _OpenPath(files.Closing):
@@ -70,11 +73,10 @@ class _OpenPath(files.Closing):
     def __init__(self, path: Path, io: IoOptions | None, follow_links: bool) -> None:
         self._path, self._io = path, io
         try:
-            descriptor = _open_regular(path, 0 if follow_links else os.O_NOFOLLOW)
+            descriptor, self.size_bytes = _open_regular(path, 0 if follow_links else os.O_NOFOLLOW)
             self.opened = files.from_descriptor(descriptor, os.fspath(path))
         except OSError as error:
             raise cannot_read(path, error) from error
-        self.size_bytes = os.fstat(descriptor).st_size
 
     @property
     def way(self) -> IoPath:
@@ -253,7 +255,11 @@ _library = ctypes.CDLL(None)
 
 def cached_share(descriptor: int) -> float:
     """About the share of an open file that the page cache holds, 0 to 1. 0 where the system does not say."""
-    if not (size_bytes := os.fstat(descriptor).st_size):
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+    except OSError:
+        return 0.0
+    if not size_bytes:
         return 0.0
     samples = [(0, size_bytes)]
     if size_bytes > _SAMPLES * _SAMPLE_BYTES:

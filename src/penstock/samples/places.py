@@ -57,7 +57,7 @@ def check_sums(place: Place, manifest: StoreManifest, files: Mapping[str, Bytes]
     def sum_up(piece: tuple[str, int, int]) -> None:
         name, begin, end = piece
         address = int(files[name].ctypes.data) + begin
-        _populate_pages(address, end - begin, place.path_of(name))
+        populate_pages(address, end - begin, place.path_of(name))
         sums[name, begin] = crc32c_at(address, end - begin)
 
     in_parallel(sum_up, slices)
@@ -83,7 +83,7 @@ def mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
     return np.asarray(memoryview(owner).cast("B").toreadonly())
 
 
-def _populate_pages(address: int, size_bytes: int, path: str) -> None:
+def populate_pages(address: int, size_bytes: int, path: str) -> None:
     """Populate a mapping by one system call. It fails on an I/O error, where an access would raise SIGBUS."""
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ
     if _library.madvise(*arguments) and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):

@@ -301,7 +301,8 @@ class _Files:
 
     def close(self) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            with contextlib.suppress(OSError):  # what counts is durable, and an earlier error says more
+                os.close(self._open.popitem()[1])
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from penstock.errors import SampleError
 from penstock.samples.failures import warn_once
 from penstock.samples.layout import FILES, data_file_name
+from penstock.samples.places import populate_pages
 from penstock.units import format_bytes, format_bytes_up
 
 _FOLDER = "penstock-samples"
@@ -325,7 +326,8 @@ class CachedStore:
 
 def _close_all(descriptors: list[int]) -> None:
     while descriptors:
-        os.close(descriptors.pop())
+        with contextlib.suppress(OSError):  # what is lost is fetched again
+            os.close(descriptors.pop())
 
 
 def _mapped_bits(path: Path, chunks: int) -> npt.NDArray[np.uint8]:
@@ -336,6 +338,8 @@ def _mapped_bits(path: Path, chunks: int) -> npt.NDArray[np.uint8]:
             os.ftruncate(descriptor, chunks)
         os.posix_fallocate(descriptor, 0, chunks)
         memory: Any = mmap.mmap(descriptor, chunks, mmap.MAP_SHARED)
-        return np.frombuffer(memory, np.uint8)
+        bits = np.frombuffer(memory, np.uint8)
+        populate_pages(bits.ctypes.data, bits.nbytes, os.fspath(path))
+        return bits
     finally:
         os.close(descriptor)

@@ -88,6 +88,9 @@ class ObjectPlace(Place):
     def __init__(self, bucket: Bucket, disk: DiskCache | None) -> None:
         """``disk``: keeps what is fetched; None: nothing does."""
         self._bucket, self._disk = bucket, disk
+        if disk is not None:
+            where = f"or the disk of cache_dir={str(disk)!r}"
+            self.hang_text = f"The server, the network to it, {where} hangs or is very slow: look at them"
         self.name = bucket.url.rpartition("/")[2]
         self._manifest: StoreManifest | None = None
         self._text = b""

@@ -1,0 +1,268 @@
+"""What penstock does with files, as small programs: each prepares a folder, acts there, and is looked at.
+
+What they return is compared: it says which bits came of it. Errors pass through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock import Hardware, checkpoint, samples
+from penstock.checkpoint import failures, pieces
+from penstock.errors import InvalidArgument
+from penstock.options import IoOptions
+from penstock.runtime.copy_engine import CopyEngine
+from penstock.samples.writing import Background
+from penstock.storage.spill import SpillSpace
+from tests.support.packing import Listed, pack_often
+from tests.support.runs import HARDWARE
+from tests.support.sample_stores import some_samples
+from tests.support.states import numbers, same
+
+torch.set_num_threads(1)  # a forked child has none of its parent's
+LIMIT_S = 1.0  # in place of a minute and more: when a wait ends
+OLD = {"weights": numbers(40_000), "momentum": numbers(30_000, torch.float64), "step": 1}
+NEW = {"weights": numbers(40_000, seed=1), "momentum": OLD["momentum"], "step": 2}
+SAMPLES = some_samples(40)
+OTHERS = some_samples(30, seed=1)
+
+
+class Activity(NamedTuple):
+    """Something that the product does in a folder.
+
+    prepare   makes what is there before
+    act       does it; what it returns is always the same. May be repeated after a failure
+    problems  what is not as it must be afterwards; `went_well`: `act` returned
+    names     of all that may be in the folder afterwards
+    begun     of what may be there too after a failure, from which it goes on
+    """
+
+    prepare: Callable[[Path], None]
+    act: Callable[[Path], str]
+    problems: Callable[[Path, bool], Iterable[str]]
+    names: frozenset[str]
+    begun: frozenset[str] = frozenset()
+
+
+def move_small_pieces() -> None:
+    """Checkpoints are moved in many pieces."""
+    pieces.PIECE_BYTES = 64 << 10
+    pieces._spare.clear()
+
+
+def end_waits_soon() -> None:
+    """Waits that would last minutes end after `LIMIT_S`."""
+    failures.TIMEOUT_S = pieces.TIMEOUT_S = LIMIT_S
+    for function in (CopyEngine.__init__, SpillSpace.__init__, Background.__init__):
+        defaults = function.__defaults__ or ()
+        function.__defaults__ = tuple(
+            LIMIT_S if isinstance(each, float) and each > 60 else each for each in defaults
+        )
+        for name, value in (function.__kwdefaults__ or {}).items():
+            if isinstance(value, float) and value > 60:
+                function.__kwdefaults__[name] = LIMIT_S
+
+
+def digest(state: Any) -> str:
+    """Of all bits of a state of tensors."""
+    found = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return found.hexdigest()
+
+
+# Checkpoints.
+
+
+def _save_old(folder: Path) -> None:
+    checkpoint.save(OLD, folder / "state")
+
+
+def _saving(io: str | None, wait: bool = True) -> Activity:
+    options = None if io is None else IoOptions(paths=[io])
+
+    def act(folder: Path) -> str:
+        if handle := checkpoint.save(NEW, folder / "state", io=options, wait=wait):
+            handle.wait()
+        return ""
+
+    return Activity(_save_old, act, _old_or_new, frozenset({"state"}))
+
+
+def _old_or_new(folder: Path, went_well: bool) -> Iterable[str]:
+    found = checkpoint.load(folder / "state", mmap=False)
+    if not same(found, NEW) and (went_well or not same(found, OLD)):
+        yield "the file is not the new state" + " nor the old one" * (not went_well)
+
+
+def _loading(**options: Any) -> Activity:
+    def act(folder: Path) -> str:
+        if options.get("into"):
+            target = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in NEW.items()
+            }
+            return digest(checkpoint.load(folder / "state", **{**options, "into": target}))
+        return digest(checkpoint.load(folder / "state", **options))
+
+    return Activity(_save_old, act, lambda folder, went_well: [], frozenset({"state"}))
+
+
+def _verify(folder: Path) -> str:
+    return repr(checkpoint.verify(folder / "state"))
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """What a run of checkpoints has at a step: part of it never changes."""
+    return {"frozen": OLD["momentum"], "weights": numbers(20_000, seed=step), "step": step}
+
+
+def _begin_run(folder: Path) -> None:
+    with checkpoint.Manager(folder / "run", keep_last=2) as manager:
+        for step in (1, 2):
+            manager.save(state_of(step), step, wait=True)
+
+
+def _go_on(folder: Path) -> str:
+    with checkpoint.Manager(folder / "run", keep_last=2) as manager:
+        handle = manager.save(state_of(manager.steps()[-1] + 1), manager.steps()[-1] + 1)
+        handle.wait()
+    return ""
+
+
+def _run_is_whole(folder: Path, went_well: bool) -> Iterable[str]:
+    with checkpoint.Manager(folder / "run") as manager:
+        steps = manager.steps()
+        if not steps or steps[-1] < 2 + went_well:
+            yield f"the newest step is none of what was saved: {steps}"
+        for step in steps:
+            if not same(checkpoint.load(folder / "run" / f"step-{step:010}.safetensors"), state_of(step)):
+                yield f"step {step} has other bits"
+    hidden = [name for name in os.listdir(folder / "run") if name.endswith(".penstock")]
+    if hidden:
+        yield f"{hidden} was left"
+
+
+# Samples.
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+def packing(content: list[tuple[str, bytes]], **options: Any) -> Callable[[Path], str]:
+    def act(folder: Path) -> str:
+        try:
+            pack_often(Listed(content), folder / "store", data_file_bytes=70_000, **options)
+        except InvalidArgument as error:
+            if "is already a store" not in str(error):
+                raise
+        return ""
+
+    return act
+
+
+def holds(folder: Path, content: list[tuple[str, bytes]]) -> bool:
+    with samples.mount(folder / "store") as store:
+        return [(name, bytes(store.read(name))) for name in store.names()] == content
+
+
+def _packed(folder: Path, went_well: bool) -> Iterable[str]:
+    whole = (folder / "store" / "store.json").exists()
+    if went_well and not whole:
+        yield "there is no store"
+    begun = (folder / "store" / "packing.json").exists()
+    if whole and not begun and not holds(folder, SAMPLES):
+        yield "the store has other samples"
+
+
+def _replaced(folder: Path, went_well: bool) -> Iterable[str]:
+    if not holds(folder, OTHERS) and (went_well or not holds(folder, SAMPLES)):
+        yield "the store is neither the old one nor the new one"
+
+
+def read_all(folder: Path | str, **options: Any) -> str:
+    """All batches of an epoch, and some samples by name."""
+    found = hashlib.sha256()
+    with samples.mount(folder, cache_bytes="64KiB", **options) as store:
+        store.sequence(epoch=1, seed=3)
+        while (batch := store.bread(7)) is not None:
+            found.update(batch.indices.tobytes() + batch.data.tobytes())
+        for name, _ in SAMPLES[::9]:
+            found.update(bytes(store.read(name)))
+    return found.hexdigest()
+
+
+def _read_cached(folder: Path) -> str:
+    return read_all(os.environ["PENSTOCK_FAULTS_URL"], cache_dir=folder / "cache", timeout_s=LIMIT_S)
+
+
+def _unpack(folder: Path) -> str:
+    samples.unpack(folder / "store", folder / "files", overwrite=True)
+    return ""
+
+
+def _unpacked(folder: Path, went_well: bool) -> Iterable[str]:
+    for name, data in SAMPLES if went_well else ():
+        if (folder / "files" / name).read_bytes() != data:
+            yield f"{name} has other bytes"
+
+
+# Small files.
+
+
+def _save_value(folder: Path) -> str:
+    HARDWARE.save(folder / "hardware.json")
+    return ""
+
+
+def _save_value_first(folder: Path) -> None:
+    HARDWARE.save(folder / "hardware.json")
+
+
+def _value_is_there(folder: Path, went_well: bool) -> Iterable[str]:
+    if Hardware.load(folder / "hardware.json") != HARDWARE:
+        yield "the file has another value"
+
+
+def _none(folder: Path, went_well: bool) -> Iterable[str]:
+    return ()
+
+
+def _with_store(folder: Path) -> None:
+    packing(SAMPLES)(folder)
+
+
+ACTIVITIES = {
+    "save, io_uring direct": _saving(None),
+    "save, io_uring buffered": _saving("io_uring buffered"),
+    "save, posix direct": _saving("posix direct"),
+    "save, posix buffered": _saving("posix buffered"),
+    "save, wait=False": _saving(None, wait=False),
+    "load, read": _loading(mmap=False),
+    "load, mapped": _loading(mmap=True),
+    "load, into": _loading(into=True),
+    "verify": Activity(_save_old, _verify, _none, frozenset({"state"})),
+    "Manager, increments": Activity(_begin_run, _go_on, _run_is_whole, frozenset({"run"})),
+    "samples pack": Activity(_nothing, packing(SAMPLES), _packed, frozenset({"store"})),
+    "samples pack, overwrite": Activity(
+        _with_store,
+        packing(OTHERS, overwrite=True),
+        _replaced,
+        frozenset({"store"}),
+        frozenset({".store.packing"}),
+    ),
+    "samples mount, read": Activity(
+        _with_store, lambda folder: read_all(folder / "store", timeout_s=LIMIT_S), _none, frozenset({"store"})
+    ),
+    "samples cache": Activity(_nothing, _read_cached, _none, frozenset({"cache"})),
+    "samples unpack": Activity(_with_store, _unpack, _unpacked, frozenset({"store", "files"})),
+    "values": Activity(_save_value_first, _save_value, _value_is_there, frozenset({"hardware.json"})),
+}  # fmt: skip
