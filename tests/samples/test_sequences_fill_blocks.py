@@ -193,7 +193,7 @@ def test_fields_functions_filters_and_mixtures(tmp_path: Path) -> None:
     assert np.array_equal(again.decoded()["labels"], part.decoded()["labels"])  # type: ignore[union-attr]
     assert again.names() == part.names()  # type: ignore[union-attr]
     for first, change in (20, -3), (2, 5):
-        with pytest.raises(SampleError, match="(fewer|more) than when it was packed"):
+        with pytest.raises(SampleError, match=r"(fewer|more) than when it was packed"):
             changing = packed(maps, 8, tokens=iter_lengths(first, change))
             list(Loader(changing, 2))
 
