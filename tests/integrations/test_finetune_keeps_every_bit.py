@@ -91,8 +91,11 @@ def test_as_in_memory(
     written = kind.from_pretrained(tmp_path / "out" / "model")
     assert bits(written.state_dict().values()) == bits(model.state_dict().values())
 
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "out" / finetune.CHECKPOINT).write_bytes(b"of a process that was killed")
     again = ran(arguments, capsys)
     assert again["finished"] and again["losses"] == expected
+    assert {path.name for path in (tmp_path / "out").iterdir()} == left
 
 
 def test_host_memory_is_a_tier(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +149,11 @@ def test_what_stops_goes_on(
     answer = ran(command(files, tmp_path / "out", "7MiB", "--resume", model=model, dtype=dtype), capsys)
     assert answer["begun"] == 3 and answer["losses"] == expected
     assert not list((tmp_path / "out").glob(".*"))
+    with (
+        penstock.offload(device_budget="9MiB", spill_dir=tmp_path, hardware=HARDWARE) as run,
+        pytest.raises(penstock.InvalidArgument, match="this training is finished"),
+    ):
+        finetune.FineTuning(settings, tmp_path / "out").train(run, save_steps=100)
 
 
 def vars_of(settings: FineTuneOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -284,6 +285,8 @@ class FineTuning:
             tokens, self._tokenizer = tokens_of(settings, self.config.vocab_size, folder / TOKENS)
             self._text = Text(settings, tokens)
         self.total_steps = settings.max_steps or settings.num_train_epochs * self._text.steps_per_epoch
+        if self.is_finished:
+            self._remove_needed_no_more()
 
     @property
     def is_finished(self) -> bool:
@@ -351,7 +354,11 @@ class FineTuning:
 
         save_steps   between checkpoints
         on_step      called after each step with how many there were, and its loss; True ends training
+
+        Raises InvalidArgument for a training that is finished.
         """
+        if self.is_finished:
+            raise InvalidArgument(f"this training is finished: its model is in {self.model_folder}")
         model = load(
             self.settings.model,
             self.config,
@@ -389,7 +396,18 @@ class FineTuning:
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(partial)
         files.write(json.dumps(losses).encode(), self.folder / LOSSES)
+        for path in [*partial.rglob("*"), partial]:
+            if path.is_dir():
+                files.sync_folder(path)
+            else:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         partial.replace(self.model_folder)
+        files.sync_folder(self.folder)
+        self._remove_needed_no_more()
+
+    def _remove_needed_no_more(self) -> None:
+        """Of a training that is finished; of a process that was killed just then, too."""
         for path in (self.checkpoint, self.folder / TOKENS, *files.drafts(self.folder / LOSSES)):
             path.unlink(missing_ok=True)
 
