@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.errors import CheckpointError
-from penstock.runtime import resident
+from penstock.runtime import arena, resident
 from penstock.runtime.run import Offload
 from tests.support.held_transport import HeldTransport, held
 from tests.support.object_servers import S3
@@ -181,6 +183,21 @@ def test_a_failed_save_lets_go(held: HeldTransport, run: Offload, tmp_path: Path
     for tensor in state.values():
         tensor.mul_(2)
     assert all(torch.equal(tensor, numbers(i) * 2) for i, tensor in enumerate(state.values()))
+
+
+def test_the_error_of_a_save_keeps_no_tensors(held: HeldTransport, run: Offload, tmp_path: Path) -> None:
+    held.inner = _Full()
+    held.goes.set()
+
+    def save() -> None:
+        state = many(8)
+        handle = penstock.save(state, tmp_path / "state", wait=False)
+        with contextlib.suppress(CheckpointError):
+            handle.wait()
+
+    save()
+    gc.collect()
+    assert arena.stats().in_use_bytes < SIZE
 
 
 class _Full:

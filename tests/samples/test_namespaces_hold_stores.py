@@ -123,7 +123,7 @@ def test_an_interrupted_upload_goes_on(store: LocalStore, first: int, second: in
         with contextlib.suppress(Broken):
             upload_to(device, NAME, store, extent_bytes=MIB, overwrite=overwrite)
         device.lose_power(seed + attempt)
-        if first >= 2:  # the first superblock was written, and flushed
+        if first >= 4:  # the marker was written twice, then the first superblock, and flushed
             assert not needs_overwrite(device)
         with contextlib.suppress(SampleError, InvalidFile):
             assert files_of(device) == whole

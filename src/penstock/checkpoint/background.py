@@ -75,7 +75,8 @@ class SaveHandle:
         self.path = path
         self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._asked: list[bool] = []  # not empty once somebody has asked how it ended
-        weakref.finalize(self, _log_unasked, path, self._future, self._asked)
+        # It holds the future, and so the error and the frames of who raised that, which may have this handle.
+        self._unasked = weakref.finalize(self, _log_unasked, path, self._future, self._asked)
 
     @classmethod
     def of_saved(cls, path: Path | ObjectPath) -> SaveHandle:
@@ -125,6 +126,7 @@ class SaveHandle:
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"{self.path} is not saved after {timeout} s: wait longer") from None
         self._asked.append(True)
+        self._unasked.detach()
         return error
 
 
