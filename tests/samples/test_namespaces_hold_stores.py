@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from penstock.samples.remote.layout import (
 from penstock.samples.remote.store import contents, read_bytes, read_store, read_superblock
 from penstock.samples.remote.upload import LocalStore, local_store, upload_to
 from penstock.storage.checksum import crc32c
+from penstock.storage.nvme import lease
 from tests.support.devices import Broken, MemoryDevice
 from tests.support.sample_stores import some_samples
 from tests.support.stores import extract_namespace, write_store
@@ -37,6 +39,14 @@ MIB = 1 << 20
 NAME = "nvme+tcp://host:4420/nqn?ns=1"
 CONTENT = some_samples(2000)  # 2.5 MB: more extents than are written at once
 slow_enough = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nobody_else_writes() -> Iterator[None]:
+    """What is in this process's memory is not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease, "_OTHERS_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
