@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +22,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from io_bench.machine import heading
 
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.spill import SpillSpace
@@ -77,15 +76,8 @@ def main() -> None:
             f"{max(rates) / 1e9:.2f})   processor {statistics.median(processor):.2f} s/GB"
         )
     if options.output:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        about = {
-            "command": sys.argv,
-            "commit": head.stdout.strip(),
-            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-            "load": os.getloadavg(),
-        }
-        options.output.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        options.output.write_text(json.dumps({**heading("encrypted_spill"), "rows": rows}, indent=1))
         print(f"wrote {options.output}")
 
 

@@ -13,11 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from io_bench.machine import heading
 
 import penstock
 from penstock.checkpoint import Manager
@@ -104,12 +102,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     manager.close()
     dist.destroy_process_group()
     return {
-        "command": sys.argv,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "torch": torch.__version__,
+        **heading("increments"),
         "state_bytes": sum(tensor.nbytes for part in state.values() for tensor in part.values()),
         "adapter_bytes": sum(tensor.nbytes for tensor in adapters.values()),
         "first_bytes": first_bytes,

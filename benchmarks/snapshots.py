@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from increments import Peak, async_save
+from io_bench.machine import heading
 
 import penstock
 
@@ -71,15 +71,8 @@ def main() -> None:
             f"{median['memory_bytes'] / 1e6:7.1f} MB memory"
         )
     if options.output:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        about = {
-            "command": sys.argv,
-            "commit": head.stdout.strip(),
-            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-            "torch": torch.__version__,
-        }
-        options.output.write_text(json.dumps({**about, "methods": rows}, indent=1))
+        options.output.write_text(json.dumps({**heading("snapshots"), "methods": rows}, indent=1))
 
 
 def one(options: argparse.Namespace) -> list[dict[str, float]]:
