@@ -26,7 +26,7 @@ struct Offer {
   std::string subsystem_nqn;
   std::array<std::byte, 16> id{};  // NGUID and UUID of the namespace
   std::uint64_t blocks = 0;
-  Keys keys{};  // without one for hosts, whoever comes may read
+  Keys keys{};  // without one for hosts, any host may read
 };
 
 // What a host has connected: an admin queue, and queues to read by.

@@ -74,9 +74,9 @@ class SaveHandle:
     def __init__(self, path: Path | ObjectPath) -> None:
         self.path = path
         self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._asked: list[bool] = []  # not empty once somebody has asked how it ended
-        # It holds the future, and so the error and the frames of who raised that, which may have this handle.
-        self._unasked = weakref.finalize(self, _log_unasked, path, self._future, self._asked)
+        # Until somebody asks. It holds the future, and so the error and the frames through which that was
+        # raised, which may have this handle.
+        self._unasked = weakref.finalize(self, _log_unasked, path, self._future)
 
     @classmethod
     def of_saved(cls, path: Path | ObjectPath) -> SaveHandle:
@@ -97,12 +97,12 @@ class SaveHandle:
         self._future.set_exception(
             CheckpointError(f"{self.path} was being saved when this process was forked: wait in its parent")
         )
-        self._asked.append(True)  # it is no error unless somebody asks here
+        self._unasked.detach()  # it is no error unless somebody asks here
 
     @property
     def was_asked(self) -> bool:
         """Somebody has waited for the save, and knows how it ended."""
-        return bool(self._asked)
+        return not self._unasked.alive
 
     def done(self) -> bool:
         """Whether the save has ended, with or without an error."""
@@ -125,7 +125,6 @@ class SaveHandle:
             error = self._future.exception(timeout)
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"{self.path} is not saved after {timeout} s: wait longer") from None
-        self._asked.append(True)
         self._unasked.detach()
         return error
 
@@ -204,8 +203,8 @@ def _run(
         del _going[future]
 
 
-def _log_unasked(path: Path | ObjectPath, future: _Future, asked: list[bool]) -> None:
-    if not asked and future.done() and (error := future.exception()) is not None:
+def _log_unasked(path: Path | ObjectPath, future: _Future) -> None:
+    if future.done() and (error := future.exception()) is not None:
         logger.error("nobody waited for the save of %s, which failed: %s", path, error)
 
 

@@ -15,7 +15,7 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 class DaemonThreads:
     """Like a ThreadPoolExecutor, but a disk that hangs does not keep the process from ending. Its threads end
-    with it, too: an interrupt may keep whoever makes it from ever closing it."""
+    with it, too: an interrupt may keep the code that makes it from ever closing it."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
