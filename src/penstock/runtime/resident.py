@@ -6,11 +6,18 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 from penstock.machine import lines
 
 _STATUS = Path("/proc/self/status")
+
+_TRIM_THRESHOLD = -1  # of <malloc.h>
+_HIGHEST_THRESHOLD = 64 << 20
+_LOOKED_AT_BYTES = 64 << 10  # where so much is freed at once, a heap's end is compared with the threshold
+_MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}
+_threshold = threading.Lock()
 
 
 def _status_bytes(name: str) -> int:
@@ -38,10 +45,23 @@ def reset_peak() -> bool:
 
 
 def release_free_memory() -> None:
-    """Let the C library give what is free back to the system, where it can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    """Let the C library give what is free back to the system, where it can.
+
+    glibc's malloc_trim leaves the ends of threads' heaps, up to its trim threshold each, and each thread that
+    solves for a plan has another heap. The calling thread's goes back, too: the threshold is 0 for that moment,
+    and then the highest that glibc sets by itself. What the environment says of it stays as it is.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        return
+    libc.malloc_trim(0)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and os.environ.keys().isdisjoint(_MALLOC_VARIABLES):
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+        with _threshold:
+            libc.mallopt(_TRIM_THRESHOLD, 0)
+            libc.free(libc.malloc(_LOOKED_AT_BYTES))
+            libc.mallopt(_TRIM_THRESHOLD, _HIGHEST_THRESHOLD)
 
 
 def is_in_memory(directory: str | os.PathLike[str]) -> bool:
