@@ -72,6 +72,33 @@ def test_accesses_to_its_storage_bring_it_back(tensors: list[torch.Tensor], how:
     assert [bool((tensor == number).all()) for number, tensor in enumerate(found)] == [True] * COUNT
 
 
+def test_a_state_larger_than_the_budget_is_loaded_inside(
+    configure: Callable[..., None], tmp_path: Path
+) -> None:
+    """To the device, and by an optimizer that takes it over from the CPU."""
+    configure(order="stepped", seed=1)
+    numbers = range(COUNT)
+    penstock.save([torch.full((MIB // 4,), float(number)) for number in numbers], tmp_path / "saved")
+    with penstock.offload(
+        device=DEVICE, device_budget=8 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="128MiB"
+    ):
+        found = penstock.load(tmp_path / "saved", map_location=DEVICE)
+        assert sum(not held_bytes(tensor.untyped_storage()) for tensor in found) >= COUNT // 2
+        optimizer = torch.optim.SGD(found, lr=1.0)
+        state = optimizer.state_dict()
+        momenta = penstock.load(tmp_path / "saved")
+        state["state"] = {number: {"momentum_buffer": momenta[number]} for number in numbers}
+        optimizer.load_state_dict(state)
+        del state, momenta
+        taken = [optimizer.state[tensor]["momentum_buffer"] for tensor in found]
+        away = [not held_bytes(tensor.untyped_storage()) for tensor in (*found, *taken)]
+        assert sum(away) >= 3 * COUNT // 2
+        for tensors in (found, taken):
+            assert [
+                (tensor.device.type, bool((tensor == number).all())) for number, tensor in enumerate(tensors)
+            ] == [(torch.device(DEVICE).type, True)] * COUNT
+
+
 def test_what_comes_back_after_the_run_is_whole(configure: Callable[..., None], tmp_path: Path) -> None:
     configure(order="lazy")
     with penstock.offload(

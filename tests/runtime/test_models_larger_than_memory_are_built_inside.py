@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,51 @@ def test_an_optimizer_without_state_is_loaded_inside(writer: Any, tmp_path: Path
             iterate(model, optimizer, 1)
         assert differences(expected, bits(model.parameters())) == []
         assert run.report().peak_bytes <= BUDGET_BYTES
+
+
+LOADS: dict[str, Callable[[Path], Any]] = {
+    "penstock.load": penstock.load,
+    "not mapped": functools.partial(penstock.load, mmap=False),
+    "by a function": functools.partial(penstock.load, map_location=lambda storage, _: storage),
+    "torch.load": torch.load,
+}
+
+
+@pytest.mark.parametrize("how", LOADS)
+def test_a_state_larger_than_the_budget_is_loaded_inside(how: str, tmp_path: Path) -> None:
+    """The optimizer keeps the tensors that are loaded as its state: they can leave like any others."""
+    model, optimizer = build()
+    iterate(model, optimizer, 0)
+    save = torch.save if how == "torch.load" else penstock.save
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    iterate(model, optimizer, 1)
+    expected = bits(model.parameters())
+
+    with penstock.offload(
+        device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
+    ) as run:
+        model, optimizer = build()
+        state = LOADS[how](tmp_path / "saved")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        del state
+        with run.step():
+            iterate(model, optimizer, 1)
+        assert differences(expected, bits(model.parameters())) == []
+        report = run.report()
+        assert report.peak_bytes <= BUDGET_BYTES and report.fixed_bytes == 0
+
+
+def test_what_cannot_leave_is_reported(tmp_path: Path) -> None:
+    penstock.save({"w": torch.ones(WIDTH, WIDTH)}, tmp_path / "saved")
+    with penstock.offload(device_budget="1MiB", spill_dir=tmp_path, hardware=HARDWARE) as run:
+        mapped = penstock.load(tmp_path / "saved", mmap=True)
+        with run.step():
+            torch.mm(mapped["w"], mapped["w"])
+        assert run.report().fixed_bytes == WIDTH * WIDTH * 4
+        assert "tensors that cannot leave have 256.0 KiB of the budget" in str(run.report())
+        del mapped
+        with run.step():
+            torch.ones(WIDTH, WIDTH).sum()
+        assert run.report().fixed_bytes == 0
+        assert "cannot leave" not in str(run.report())

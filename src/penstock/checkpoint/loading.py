@@ -17,6 +17,7 @@ from penstock.checkpoint import reading, torchfile
 from penstock.checkpoint.failures import shown
 from penstock.checkpoint.header import DEVICES
 from penstock.checkpoint.matching import Match, Pair
+from penstock.checkpoint.pieces import within_budget
 from penstock.checkpoint.reading import Mappings, is_on_host
 from penstock.checkpoint.source import PathLike, Source
 from penstock.errors import CheckpointError, DeviceUnavailable, InvalidArgument, InvalidCheckpoint
@@ -51,7 +52,8 @@ def load(
     mmap           True maps the file: tensors are read when they are used, and pages are copied when
                    they are changed. Do not change a mapped file in place: `save` never does. False
                    reads into memory of its own, past the page cache. None is True for tensors that
-                   stay in the memory of the CPU, and elsewhere whichever is faster
+                   stay in the memory of the CPU, and elsewhere whichever is faster. Inside a run on a CPU it
+                   is False: what is mapped cannot leave its budget
     into           a module, an optimizer, a tensor, or dicts and lists of them, that are filled in place.
                    Each byte is verified as it is copied: where the file turns out to be damaged, or the
                    disk fails, what came before is overwritten, and the error names it. To rule that
@@ -103,10 +105,12 @@ def _tensors(
     source: Source, map_location: MapLocation, mmap: bool | None, mapped: bool, verify: bool
 ) -> list[torch.Tensor]:
     devices = _devices_of(source, map_location)
-    if not callable(map_location) and any(device.type != "cpu" for device in devices):
-        return reading.read_to(source, devices, mapped, verify)
-    read = reading.read_own if mmap is False or source.is_object else reading.read_mapped
-    tensors = read(source, verify)
+    first = [torch.device("cpu")] * len(devices) if callable(map_location) else devices
+    if any(device.type != "cpu" for device in first) or (within_budget() and not mmap):
+        tensors = reading.read_to(source, first, mapped, verify)
+    else:
+        read = reading.read_own if mmap is False or source.is_object else reading.read_mapped
+        tensors = read(source, verify)
     if not callable(map_location):
         return tensors
     return [_placed(*each, map_location) for each in zip(tensors, devices, strict=True)]

@@ -135,7 +135,7 @@ def run_transfers(
     disk that hangs is the exception: it keeps its memory, and the file stays open, until the process ends.
     """
     if depth is None:
-        depth = FEW if _few_buffers else DEPTH
+        depth = FEW if within_budget() else DEPTH
     transport = path.transport
     over: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
     incomplete: set[Transfer] = set()
@@ -189,12 +189,17 @@ def run_transfers(
             raise interrupted
 
 
-def use_few_buffers() -> Callable[[], None]:
-    """Use few buffers, and free them after use. Returns a function that undoes it. For memory budgets."""
+def keep_within_budget() -> Callable[[], None]:
+    """The CPU's tensors have a budget: use few buffers, free them after use, and load into tensors that torch
+    allocates. Returns a function that undoes it."""
     owner = object()
-    _few_buffers.add(owner)
+    _budgets.add(owner)
     _spare.clear()
-    return functools.partial(_few_buffers.discard, owner)
+    return functools.partial(_budgets.discard, owner)
+
+
+def within_budget() -> bool:
+    return bool(_budgets)
 
 
 class BufferPool:
@@ -209,7 +214,7 @@ class BufferPool:
     def __init__(self, most_bytes: int = PIECE_BYTES, pinned: bool = False) -> None:
         self._size_bytes = min(most_bytes, PIECE_BYTES)
         self._make = PinnedBuffer if pinned and PinnedBuffer.is_available() else AlignedBuffer
-        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not _few_buffers
+        whole = self._make is AlignedBuffer and self._size_bytes == PIECE_BYTES and not within_budget()
         self._free: deque[AlignedBuffer | PinnedBuffer] = _spare if whole else deque(maxlen=DEPTH)
 
     def take(self) -> AlignedBuffer | PinnedBuffer:
@@ -223,7 +228,7 @@ class BufferPool:
 
 
 _spare: deque[AlignedBuffer | PinnedBuffer] = deque(maxlen=DEPTH)
-_few_buffers: set[object] = set()
+_budgets: set[object] = set()
 
 
 class PinnedBuffer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -111,14 +112,16 @@ def _own_memory(source: Source, begin: int, *, reserved: bool = True) -> OwnMemo
 def read_to(
     source: Source, devices: Sequence[torch.device], mapped: bool, verify: bool = True
 ) -> list[torch.Tensor]:
-    """The tensors, in the order of the entries, each on a device of its own. Raises as `fill`."""
-    tensors = [
-        torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
-        for entry, device in zip(source.entries, devices, strict=True)
-    ]
-    flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    fill(source, lambda index: flat[index], mapped, verify, on_host=False)
-    return tensors
+    """The tensors, in the order of the entries, each on a device of its own, in memory that torch allocates
+    once their bytes are there: inside a run, those before them may have left by then. Raises as `fill`."""
+
+    @functools.cache
+    def made(index: int) -> torch.Tensor:
+        entry = source.entries[index]
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=devices[index])
+
+    fill(source, lambda index: made(index).view(-1).view(torch.uint8), mapped, verify, on_host=False)
+    return [made(index) for index in range(len(devices))]
 
 
 def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = True) -> Any:

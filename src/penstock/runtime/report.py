@@ -55,6 +55,8 @@ class Report:
     unavailable_transports  why I/O paths are missing, by transport
     processes               of this job on this machine, which share its links, host and disk budgets
     host_bytes              of host memory that the run has taken as a tier, on a CPU
+    fixed_bytes             of the budget, that tensors have now which cannot leave: on a CPU they are mapped,
+                            shared, or lent to NumPy, on an accelerator not the run's
     """
 
     device: str
@@ -102,6 +104,7 @@ class Report:
     lossy: str = ""
     processes: int = 1
     host_bytes: int = 0
+    fixed_bytes: int = 0
 
     @property
     def disk_wear(self) -> DiskWear:
@@ -188,6 +191,8 @@ class Report:
             f"{format_seconds(self.planned_step_s)}",
             f"  disk wear: {self.disk_wear}",
         ]
+        if self.fixed_bytes:
+            lines.append(f"  tensors that cannot leave have {format_bytes(self.fixed_bytes)} of the budget")
         if self.failed_prefetches:
             lines.append(f"  prefetches that failed, and were tried again: {self.failed_prefetches}")
         if self.processes > 1:

@@ -18,7 +18,7 @@ from penstock.capture.compiler import regions_divided
 from penstock.capture.recorder import make_trace
 from penstock.capture.regions import compiled_regions_visible
 from penstock.checkpoint.background import take_snapshots
-from penstock.checkpoint.pieces import use_few_buffers
+from penstock.checkpoint.pieces import keep_within_budget
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
@@ -97,7 +97,7 @@ class Offload:
         """From now on the run has every operator of this thread."""
         if self._device.memory.in_arena:
             read_in_pieces()
-            self._undo.callback(use_few_buffers())
+            self._undo.callback(keep_within_budget())
             snapshots = self._clock.recomputation.snapshots
             snapshots.folder = self._spill.folder or snapshots.folder
             self._undo.callback(take_snapshots(snapshots.take))
@@ -408,6 +408,7 @@ class Offload:
             failed_prefetches=self._engine.failed_prefetches,
             disk_bytes=spill.file_bytes,
             host_bytes=spill.host_bytes,
+            fixed_bytes=self._device.memory.beside_bytes,
             moved_bytes_by_io_path={path: size for path, size in spill.moved_bytes_by_path.items() if size},
             unavailable_transports=spill.unavailable,
             steps=self._steps,
