@@ -48,7 +48,7 @@ def release_free_memory() -> None:
     """Let the C library give what is free back to the system, where it can.
 
     glibc's malloc_trim leaves the ends of threads' heaps, up to its trim threshold each, and each thread that
-    solves for a plan has another heap. The calling thread's goes back, too: the threshold is 0 for that moment,
+    solves for a plan has another heap. The calling thread's goes back, too: the threshold is 0 for a moment,
     and then the highest that glibc sets by itself. What the environment says of it stays as it is.
     """
     libc = ctypes.CDLL(None)
