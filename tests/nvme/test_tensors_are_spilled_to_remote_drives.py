@@ -19,9 +19,10 @@ from penstock import cli
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.runtime import arena
 from penstock.samples import upload, verify
-from penstock.storage import region, spill_namespace
+from penstock.storage import region
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
+from penstock.storage.nvme import lease
 from penstock.storage.nvme.contents import own_marker
 from penstock.storage.spill import SpillSpace, Transfer
 from tests.support.checked import checked_run
@@ -188,8 +189,8 @@ def test_the_next_run_waits_until_nothing_can_land(target: Target, monkeypatch: 
         target.fault("hold", "write")
         moved(space, "write", space.allocate(BLOCK), b"\1" * BLOCK)
     naps_s: list[float] = []
-    monkeypatch.setattr(spill_namespace.time, "sleep", naps_s.append)
-    for most_s in (3 * 15 + 10 + 1, spill_namespace._OTHERS_S):  # the second has nothing to wait for
+    monkeypatch.setattr(lease.time, "sleep", naps_s.append)
+    for most_s in (3 * 15 + 10 + 1, lease._OTHERS_S):  # the second has nothing to wait for
         with SpillSpace(url_of(target)):
             assert most_s - 5 < max(naps_s) <= most_s
         naps_s.clear()

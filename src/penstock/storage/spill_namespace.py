@@ -7,9 +7,10 @@ import logging
 import time
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
-from penstock.storage.aligned import AlignedBuffer, align_down, align_up
+from penstock.storage.aligned import align_down
 from penstock.storage.extents import ALIGNMENT_BYTES
-from penstock.storage.nvme.contents import HEAD_BYTES, MARKER_BYTES, in_the_way, marker_of, own_marker
+from penstock.storage.nvme.contents import HEAD_BYTES, SPILL_MAGIC, in_the_way, marker_of
+from penstock.storage.nvme.lease import Held, OwnMarker
 from penstock.storage.nvme.namespace import Namespace, TargetError
 from penstock.storage.nvme.url import Url
 from penstock.storage.transfer import Transfer
@@ -18,7 +19,6 @@ from penstock.units import format_bytes, format_bytes_up
 logger = logging.getLogger("penstock")
 
 _SMALLEST_BYTES = HEAD_BYTES + (1 << 20)
-_OTHERS_S = 0.25  # in which another that has found it empty too has written its marker
 _LONGEST_WAIT_S = 300.0  # clocks of machines differ
 _SWAP_PARTS = 4  # one of so many is the arena's
 
@@ -107,7 +107,7 @@ class SpillNamespace:
         if self._namespace.is_usable:
             until_s = int(time.time() + late_s) + 1 if late_s > 0 else 0
             try:
-                self._write(self._marker._replace(state=until_s).encoded())
+                self._own.write(self._own.marker._replace(state=until_s))
             except TargetError as error:
                 logger.warning("%s still says that this run spills to it: %s", self.place, error)
         self._namespace.close()
@@ -145,20 +145,11 @@ class SpillNamespace:
         if wait_s > 0:
             logger.info("waiting %.0f s: writes to %s of an earlier run may land yet", wait_s, self.place)
             time.sleep(wait_s)
-        self._marker = own_marker()
-        self._write(self._marker.encoded())
-        time.sleep(_OTHERS_S)
-        back = bytearray(MARKER_BYTES)
-        namespace.read_into(0, memoryview(back))
-        found = marker_of(back)
-        if found is None or found.random != self._marker.random:
-            raise SpillError(f"another process has begun to spill to {self.place}. Use another namespace.")
-
-    def _write(self, block: bytes) -> None:
-        buffer = AlignedBuffer(align_up(len(block), self._namespace.block_bytes))
-        buffer.view()[: len(block)] = block
-        self._namespace.write(0, buffer.view())
-        self._namespace.flush()
+        self._own = OwnMarker(namespace, SPILL_MAGIC)
+        try:
+            self._own.take()
+        except Held as held:
+            raise SpillError(f"{held}: use another namespace to spill to") from held
 
 
 def _unusable(url: Url, error: TargetError) -> SpillError:

@@ -1,8 +1,9 @@
-"""One upload at a time: a marker on the namespace that its writer renews, and others read before they write.
+"""Who has a namespace: a marker on it, which a run writes once and at its end, and an upload renews.
 
-A writer that is gone is told by its process number on the same machine. On another one, by a marker that is
-not renewed for as long as its lease: by then each of its requests has ended, in an error if need be, and the
-target carries out none that it had got before it lost the connection. Clocks of machines are never compared.
+One upload at a time: others read its marker before they write. A writer that is gone is told by its process
+number on the same machine. On another one, by a marker that is not renewed for as long as its lease: by then
+each of its requests has ended, in an error if need be, and the target carries out none that it had got before
+it lost the connection. Clocks of machines are never compared.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.files import Closing
 from penstock.storage.nvme.contents import (
     MARKER_BYTES,
+    SPILL_MAGIC,
     WRITER_MAGIC,
     WRITER_OFFSET,
     Marker,
@@ -39,6 +41,44 @@ class Held(Exception):
     """Somebody else writes to the namespace. Its text names them."""
 
 
+class OwnMarker:
+    """What says that this process has a namespace: for a run that spills (SPILL_MAGIC), or an upload."""
+
+    def __init__(self, device: Namespace, magic: bytes, lease_s: int = 0) -> None:
+        self._device, self._magic = device, magic
+        self._offset = WRITER_OFFSET if magic == WRITER_MAGIC else 0
+        self.marker = own_marker()._replace(lease_s=lease_s)
+
+    def take(self) -> None:
+        """Write it. Raises Held where another that has found the namespace free too did so later."""
+        self.write(self.marker)
+        time.sleep(_OTHERS_S)
+        self.check()
+
+    def check(self) -> None:
+        """Raises Held where somebody else's is there by now."""
+        there = self.read()
+        if there is None or there.random != self.marker.random:
+            who = "somebody else" if there is None else there.who
+            raise Held(f"{who} has begun to write to {self._device.url}")
+
+    def read(self) -> Marker | None:
+        """Whosever is there."""
+        view = AlignedBuffer(align_up(MARKER_BYTES, self._device.block_bytes)).view()
+        self._device.read_into(self._offset, view)
+        return marker_of(bytes(view[:MARKER_BYTES]), self._magic)
+
+    def write(self, marker: Marker | None) -> None:
+        """None: nobody's. A run's is durable afterwards; an upload's is written again soon."""
+        view = AlignedBuffer(align_up(MARKER_BYTES, self._device.block_bytes)).view()
+        if marker is not None:
+            view[:MARKER_BYTES] = marker.encoded(self._magic)
+            self.marker = marker
+        self._device.write(self._offset, view)
+        if self._magic == SPILL_MAGIC:
+            self._device.flush()
+
+
 class Lease(Closing):
     """The right to write to a namespace, until it is closed. A context manager.
 
@@ -51,36 +91,29 @@ class Lease(Closing):
         self._lock = threading.Lock()  # of what follows
         self._lost: Held | None = None
         self._ended = threading.Event()
-        self._wait_for_others()
-        lease_s = math.ceil(device.longest_request_s + device.quiesce_s + 2 * _RENEWED_S)
-        self._marker = own_marker()._replace(lease_s=lease_s)
-        _held.add(self._marker.random)
-        try:
-            self._take()
-        except BaseException:
-            _held.discard(self._marker.random)
-            raise
-
-    def _take(self) -> None:
-        self._write(self._marker)
-        time.sleep(_OTHERS_S)
         self._renewed_s = -math.inf
-        self.check()
-        self._thread = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
-        self._thread.start()
+        lease_s = math.ceil(device.longest_request_s + device.quiesce_s + 2 * _RENEWED_S)
+        self._own = OwnMarker(device, WRITER_MAGIC, lease_s)
+        self._wait_for_others()
+        _held.add(self._own.marker.random)
+        try:
+            self._own.take()
+            self._thread = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
+            self._thread.start()
+        except BaseException:
+            _held.discard(self._own.marker.random)
+            raise
 
     def check(self) -> None:
         """Raises Held where somebody else has taken the namespace over; TargetError."""
         with self._lock:
             if self._lost is None and time.monotonic() - self._renewed_s > _RENEWED_S / 2:
-                there = self._read()
-                if there is None or there.random != self._marker.random:
-                    who = "somebody else" if there is None else there.who
-                    self._lost = Held(f"{who} has begun to write to {self._device.url}")
-                else:
-                    self._marker = there._replace(state=there.state % 0xFFFFFFFF + 1)
-                    self._write(self._marker)
+                try:
+                    self._own.check()
+                    self._own.write(self._own.marker._replace(state=self._own.marker.state % 0xFFFFFFFF + 1))
                     self._renewed_s = time.monotonic()
+                except Held as lost:
+                    self._lost = lost
             if self._lost is not None:
                 raise self._lost
 
@@ -90,7 +123,7 @@ class Lease(Closing):
             return
         # Ctrl-C waits for no drive: the marker stays, and says on this machine that nobody writes.
         self._ended.set()
-        _held.discard(self._marker.random)
+        _held.discard(self._own.marker.random)
 
     def close(self) -> None:
         """Let others write. Idempotent."""
@@ -100,13 +133,13 @@ class Lease(Closing):
         self._thread.join()
         try:
             self.check()
-            self._write(None)
+            self._own.write(None)
         except Held:  # the marker is the other's
             pass
         except TargetError as error:
             logger.warning("%s still says that this upload goes on: %s", self._device.url, error)
         finally:
-            _held.discard(self._marker.random)
+            _held.discard(self._own.marker.random)
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_S):
@@ -118,7 +151,7 @@ class Lease(Closing):
                 continue
 
     def _wait_for_others(self) -> None:
-        there = self._read()
+        there = self._own.read()
         if there is None or (there.is_here and not self._goes_on(there)):
             return
         if not there.is_here:
@@ -128,31 +161,16 @@ class Lease(Closing):
                 there.who,
                 format_seconds(there.lease_s),
             )
-            begun_s = time.monotonic()
-            while time.monotonic() - begun_s < there.lease_s:
+            latest_s, now = time.monotonic() + there.lease_s, self._own.read()
+            while now == there and time.monotonic() < latest_s:
                 time.sleep(min(_RENEWED_S / 2, there.lease_s))
-                now = self._read()
-                if now is None:
-                    return
-                if now != there:
-                    there = now
-                    break
-            else:
+                now = self._own.read()
+            if now is None or now == there:
                 return
+            there = now
         raise Held(f"{there.who} writes to {self._device.url}")
 
     @staticmethod
     def _goes_on(there: Marker) -> bool:
         """Of one on this machine."""
         return there.random in _held if there.process == os.getpid() else there.runs
-
-    def _read(self) -> Marker | None:
-        buffer = AlignedBuffer(align_up(MARKER_BYTES, self._device.block_bytes))
-        self._device.read_into(WRITER_OFFSET, buffer.view())
-        return marker_of(bytes(buffer.view()[:MARKER_BYTES]), WRITER_MAGIC)
-
-    def _write(self, marker: Marker | None) -> None:
-        buffer = AlignedBuffer(align_up(MARKER_BYTES, self._device.block_bytes))
-        if marker is not None:
-            buffer.view()[:MARKER_BYTES] = marker.encoded(WRITER_MAGIC)
-        self._device.write(WRITER_OFFSET, buffer.view())
