@@ -20,7 +20,8 @@ struct DataFile {
   std::uint32_t alignment_bytes;      // of the direct one: a power of two
   std::uint64_t begin = 0;            // where it begins in what the handles name
   bool fetched = false;               // only what `held` says can be read here
-  std::span<std::uint8_t> held = {};  // of each chunk what is here; empty: nothing ever is. See fetches.hpp
+  std::span<const std::uint8_t> held = {};  // of each chunk what is here; empty: nothing ever is. See fetches.hpp
+  int held_file = -1;                       // what `held` is a mapping of
 
   bool remote() const { return is_namespace(direct_file); }
 };

@@ -1,5 +1,7 @@
 #include "fetches.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -17,6 +19,9 @@ std::tuple<std::uint32_t, std::uint32_t, std::uint64_t> place_of(const Extent& e
   return {extent.partition, extent.data_file, extent.offset};
 }
 
+// Others write to it meanwhile.
+std::uint8_t load(const std::uint8_t& held) { return __atomic_load_n(&held, __ATOMIC_RELAXED); }
+
 }  // namespace
 
 // A read of what was kept here. Where that is not what it should be, it is fetched like what is not here.
@@ -32,7 +37,9 @@ class Fetches::Checked final : public Target {
       return;
     }
     const auto& file = fetches_->catalog_.data_file(read.extent);
-    std::atomic_ref(file.held[piece.chunk]).fetch_and(static_cast<std::uint8_t>(~piece.bit));
+    // Not through the mapping: a disk that fails would end the process.
+    const auto left = static_cast<std::uint8_t>(load(file.held[piece.chunk]) & ~piece.bit);
+    [[maybe_unused]] const auto done = pwrite(file.held_file, &left, 1, static_cast<off_t>(piece.chunk));
     fetches_->add(waiting_);
   }
 
@@ -77,7 +84,7 @@ std::vector<Read> Fetches::sort_out(std::vector<Read> reads) {
     Waiting waiting{std::move(read), {}};
     waiting.piece = piece_of(waiting.read);
     const auto chunk = waiting.piece.chunk;
-    if (chunk < file.held.size() && (std::atomic_ref(file.held[chunk]).load() & waiting.piece.bit) != 0) {
+    if (chunk < file.held.size() && (load(file.held[chunk]) & waiting.piece.bit) != 0) {
       const auto& [extent, address, target, number, sample] = waiting.read;
       here.push_back({extent, address, std::make_shared<Checked>(shared_from_this(), waiting), number, sample});
     } else {
@@ -128,18 +135,32 @@ bool Fetches::remove(std::uint64_t ticket, Waiting& removed) {
   return true;
 }
 
-void Fetches::give(std::uint64_t ticket, std::uint64_t begin, std::span<const std::byte> bytes) {
+std::uint64_t Fetches::give(std::uint64_t ticket, std::uint64_t begin, std::span<const std::byte> bytes,
+                            int direct_file) {
   Waiting waiting;
-  if (!remove(ticket, waiting)) return;
+  if (!remove(ticket, waiting)) return 0;
   const auto& [read, piece] = waiting;
   const auto& wanted = piece.wanted;
-  int error = EIO;
-  if (wanted.offset >= begin && wanted.offset + wanted.size_bytes <= begin + bytes.size()) {
-    std::memcpy(read.address + (wanted.offset - read.extent.offset), bytes.data() + (wanted.offset - begin),
-                wanted.size_bytes);
-    error = 0;
+  const auto end = begin + bytes.size();
+  if (wanted.offset < begin || wanted.offset + wanted.size_bytes > end) {
+    read.target->arrived(read.number, EIO);
+    return 0;
   }
-  read.target->arrived(read.number, error);
+  // All that there is room for: of a chunk whole blocks, which is how they can be written past the page cache.
+  const auto from = std::max(begin, read.extent.offset);
+  const auto until = std::min(end, read.extent.offset + read.extent.size_bytes);
+  auto* const to = read.address + (from - read.extent.offset);
+  std::memcpy(to, bytes.data() + (from - begin), until - from);
+  std::uint64_t written = 0;
+  if (direct_file >= 0 && from == begin && until == end && read.sample == kWholeChunk)
+    while (written < bytes.size()) {
+      const auto moved = pwrite(direct_file, to + written, bytes.size() - written, static_cast<off_t>(begin + written));
+      if (moved < 0 && errno == EINTR) continue;
+      if (moved <= 0) break;  // the caller tries the rest, and learns why
+      written += static_cast<std::uint64_t>(moved);
+    }
+  read.target->arrived(read.number, 0);
+  return written;
 }
 
 void Fetches::fail(std::uint64_t ticket, int error) {

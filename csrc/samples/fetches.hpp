@@ -43,7 +43,9 @@ class Fetches : public std::enable_shared_from_this<Fetches> {
   // At most so many, waiting for one until then: empty where none came. False once closed.
   bool take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches);
   // The bytes of the file from `begin` on, which hold what was wanted. What is not under way any more is ignored.
-  void give(std::uint64_t ticket, std::uint64_t begin, std::span<const std::byte> bytes);
+  // How many were also written to `direct_file`, past the page cache: those of a chunk, where it is a descriptor.
+  std::uint64_t give(std::uint64_t ticket, std::uint64_t begin, std::span<const std::byte> bytes,
+                     int direct_file = -1);
   void fail(std::uint64_t ticket, int error);
   // Ends all of them.
   void close();

@@ -147,7 +147,7 @@ Partition partition_of(nb::handle object) {
   return partition;
 }
 
-using FetchedFile = std::tuple<std::size_t, std::size_t, nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>;
+using FetchedFile = std::tuple<std::size_t, std::size_t, Column<std::uint8_t>, int>;
 
 void construct(PyReader* self, const nb::list& partitions, std::size_t buffers, bool direct, bool verify,
                unsigned copy_threads, unsigned depth, bool ring, const nb::list& fetched) {
@@ -159,10 +159,11 @@ void construct(PyReader* self, const nb::list& partitions, std::size_t buffers, 
     kept.append(partition);
   }
   for (const auto each : fetched) {
-    auto [partition, number, held] = nb::cast<FetchedFile>(each);
+    auto [partition, number, held, held_file] = nb::cast<FetchedFile>(each);
     auto& file = parsed.at(partition).data_files.at(number);
     file.fetched = true;
     file.held = {held.data(), held.shape(0)};
+    file.held_file = held_file;
     kept.append(each);
   }
   const ReaderOptions options{buffers, direct, verify, ring, copy_threads, depth};
@@ -262,12 +263,13 @@ nb::object take_fetches(PyReader& self, std::size_t most, double timeout_s) {
   return result;
 }
 
-void give_fetch(PyReader& self, std::uint64_t ticket, std::uint64_t begin, const Array<std::uint8_t, 1>& data) {
+std::uint64_t give_fetch(PyReader& self, std::uint64_t ticket, std::uint64_t begin, const Array<std::uint8_t, 1>& data,
+                         int direct_file) {
   const auto reader = self.share();
   auto& fetches = fetches_of(self);
   const std::span bytes(reinterpret_cast<const std::byte*>(data.data()), data.shape(0));
   const nb::gil_scoped_release release;
-  fetches.give(ticket, begin, bytes);
+  return fetches.give(ticket, begin, bytes, direct_file);
 }
 
 void fail_fetch(PyReader& self, std::uint64_t ticket, int error) {
@@ -372,7 +374,8 @@ void bind_sample_reader(nb::module_& module) {
            nb::arg("skip_damaged"), nb::keep_alive<0, 1>())
       .def("counters", &counters)
       .def("take_fetches", &take_fetches, nb::arg("most"), nb::arg("timeout_s"))
-      .def("give_fetch", &give_fetch, nb::arg("ticket"), nb::arg("begin"), nb::arg("data"))
+      .def("give_fetch", &give_fetch, nb::arg("ticket"), nb::arg("begin"), nb::arg("data"),
+           nb::arg("direct_file"))
       .def("fail_fetch", &fail_fetch, nb::arg("ticket"), nb::arg("errno"))
       .def("close", &PyReader::close, nb::arg("timeout_s"));
 }

@@ -402,9 +402,10 @@ class SampleReader:
         copy_threads: int,
         depth: int,
         ring: bool = True,  # False: plain reads, as where io_uring is refused
-        fetched: list[tuple[int, int, npt.NDArray[np.uint8]]] = ...,
+        fetched: list[tuple[int, int, npt.NDArray[np.uint8], int]] = ...,
     ) -> None:
-        """fetched: partition, data file, and [chunks] what of each is here: 1 its body, 2 its long edge.
+        """fetched: partition, data file, [chunks] what of each is here: 1 its body, 2 its long edge; and what
+        that is a mapping of.
 
         Empty where nothing ever is. Who holds the reader takes what is missing, and gives it.
         """
@@ -413,8 +414,11 @@ class SampleReader:
     ) -> list[tuple[int, int, int, int, int, int, int, int, int]] | None:
         """What is to be brought: ticket, partition, data file, chunk of that file, which bit says that it is
         here; the file's bytes from where to where; from where to where they are wanted. None once closed."""
-    def give_fetch(self, ticket: int, begin: int, data: npt.NDArray[np.uint8]) -> None:
-        """data: the file's bytes from ``begin`` on, at least those that are wanted."""
+    def give_fetch(self, ticket: int, begin: int, data: npt.NDArray[np.uint8], direct_file: int) -> int:
+        """data: the file's bytes from ``begin`` on, at least those that are wanted.
+
+        Returns how many were also written to the descriptor ``direct_file``, for direct I/O: those of a chunk.
+        """
     def fail_fetch(self, ticket: int, errno: int) -> None: ...
     def read(self, index: int, timeout_s: float) -> bytes: ...
     def gather(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -302,7 +303,7 @@ def test_a_cache_that_is_too_small_is_bounded_and_never_thrashes(url: str, tmp_p
             assert len(bits(store, epoch=number)) > 0
             fetched.append(store.counters()["fetched_bytes"] - before)
             assert taken_bytes(cache) <= limit
-        assert fetched[0] == whole["fetched_bytes"]
+        assert 0 <= fetched[0] - whole["fetched_bytes"] <= 8192 * whole["requests"]  # whole blocks
         assert fetched[1] == fetched[2] == fetched[3] < 0.7 * fetched[0]
         held = sum(int(np.count_nonzero(np.fromfile(path, np.uint8))) for path in cache.rglob("held-*"))
         assert held > 0
@@ -402,14 +403,14 @@ def test_a_cache_that_is_removed_costs_no_sample(
 def test_a_chunk_that_two_keep_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = [DiskCache(CacheOptions(str(tmp_path), 1 << 20)) for _ in range(2)]
     stores = [cache.open(b"manifest", [(8192, 2)]) for cache in caches]
-    reserve, data = caches[0].reserve, memoryview(bytes(4096))
+    reserve, data = caches[0].reserve, np.zeros(4096, np.uint8)
 
     def meanwhile(size_bytes: int) -> bool:
-        stores[1].keep(0, 0, 1, 0, data)
+        stores[1].keep(0, 0, 1, 0, data, lambda descriptor: 0)
         return reserve(size_bytes)
 
     monkeypatch.setattr(caches[0], "reserve", meanwhile)
-    stores[0].keep(0, 0, 1, 0, data)
+    stores[0].keep(0, 0, 1, 0, data, lambda descriptor: 0)
     assert caches[0]._used() == 4096
 
 
@@ -442,6 +443,25 @@ def test_fewer_threads_are_slower_and_none_is_an_error(
                 store.read(0)
         allowed = 2
         assert epoch(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+
+
+def test_a_disk_that_fails_costs_no_sample(
+    served: HttpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is noted of chunks is written by calls: an access to a mapping would end the process (SIGBUS)."""
+    write = os.pwrite
+
+    def failing(descriptor: int, data: bytes, offset: int) -> int:
+        if "held-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(descriptor, data, offset)
+
+    with samples.mount(served.url, cache_bytes="64KiB", cache_dir=tmp_path) as store:
+        monkeypatch.setattr(os, "pwrite", failing)
+        assert epoch(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+    assert not any(np.fromfile(path, np.uint8).any() for path in tmp_path.rglob("held-*"))
+    (said,) = (record.message for record in caplog.records if str(tmp_path) in record.message)
+    assert "cannot be written (Input/output error): the cache keeps what it has" in said
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -91,6 +91,12 @@ def populate_pages(address: int, size_bytes: int, path: str) -> None:
         raise cannot_open(path, error) from error
 
 
+def lock_pages(address: int, size_bytes: int, path: str) -> None:
+    """The same, and they stay, as far as this process may keep pages."""
+    populate_pages(address, size_bytes, path)
+    _library.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
+
+
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 

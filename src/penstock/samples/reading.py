@@ -150,7 +150,7 @@ class Reader:
                     verify=self._options.verify,
                     copy_threads=_copy_threads(self._options.copy_threads),
                     depth=_DEPTH,
-                    fetched=[(*which, each.held) for which, each in fetched.items()],
+                    fetched=[(*which, each.held, each.held_file) for which, each in fetched.items()],
                 )
                 try:
                     self._fetcher = Fetcher(reader, fetched) if fetched else None

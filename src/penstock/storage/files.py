@@ -79,7 +79,7 @@ def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
     name         what the log calls the file
     """
     try:
-        direct, alignment_bytes, reason = _open_direct(descriptor)
+        direct, alignment_bytes, reason = open_direct(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -88,7 +88,7 @@ def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
     return OpenFile(File(descriptor, direct, alignment_bytes), reason)
 
 
-def _open_direct(descriptor: int) -> tuple[int, int, str]:
+def open_direct(descriptor: int) -> tuple[int, int, str]:
     """A second descriptor of the same file past the page cache, its alignment, and "". Else -1 and why."""
     refused = -1, SMALLEST_ALIGNMENT_BYTES
     if name := _memory_file_system(descriptor):

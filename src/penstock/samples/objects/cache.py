@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import mmap
 import os
 import re
 import stat
@@ -25,18 +24,19 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import SampleError
 from penstock.samples.failures import warn_once
 from penstock.samples.layout import FILES, data_file_name
-from penstock.samples.places import populate_pages
+from penstock.samples.places import Bytes, lock_pages, mapped
+from penstock.storage.aligned import align_down, align_up
+from penstock.storage.files import open_direct
 from penstock.units import format_bytes, format_bytes_up
 
 _FOLDER = "penstock-samples"
@@ -45,7 +45,8 @@ _OURS = re.compile(
     rf"in-use|(?:{'|'.join(map(re.escape, FILES))})(?:\.\d+\.part)?|(?:data|held)-\d{{5}}\.bin"
 )
 _COUNTER = struct.Struct("<q")
-_BLOCK_BYTES = 4096
+_COUNTED_AT_ONCE, _PLENTY = 16, 1024  # pieces
+BLOCK_BYTES = 4096  # data files have whole ones
 _EVICTED_AT_ONCE = 64 << 20
 _LOOK_S = 2.0  # between two looks for what could be evicted, where the cache is full
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -68,6 +69,7 @@ class DiskCache:
         self.root = Path(os.path.abspath(options.folder)) / _FOLDER
         self.limit_bytes = options.limit_bytes
         self._is_full, self._looked_s = False, 0.0
+        self._ahead: dict[tuple[int, int], int] = {}  # bytes by process and thread
         self._said = threading.Lock()  # taken once, by who says that it is full
         with self.checked():
             self.root.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
@@ -145,11 +147,22 @@ class DiskCache:
             self._set_used(self._used() + size_bytes)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Whether there is room for so many bytes, which are counted from then on."""
+        """Whether there is room for so many bytes, which are counted from then on.
+
+        Where there is plenty of room a thread counts more of them at once: the lock costs system calls.
+        """
+        thread = os.getpid(), threading.get_ident()
+        if (ahead_bytes := self._ahead.get(thread, 0)) >= size_bytes:
+            self._ahead[thread] = ahead_bytes - size_bytes
+            return True
         if self._is_full:
             return False
         with self._locked():
             used = self._used()
+            if used + _PLENTY * size_bytes <= self.limit_bytes:
+                self._set_used(used + _COUNTED_AT_ONCE * size_bytes)
+                self._ahead[thread] = ahead_bytes + (_COUNTED_AT_ONCE - 1) * size_bytes
+                return True
             if (over := used + size_bytes - self.limit_bytes) > 0:
                 if time.monotonic() - self._looked_s < _LOOK_S:
                     return False
@@ -165,6 +178,11 @@ class DiskCache:
     def has_room(self, size_bytes: int) -> bool:
         """Whether it is worth to fetch more than is wanted now, to keep it."""
         return not self._is_full and self._used() + size_bytes <= self.limit_bytes
+
+    def give_back_ahead(self) -> None:
+        """What the threads of this process have counted and not used: none of them goes on."""
+        left = [each for each in self._ahead if each[0] == os.getpid()]
+        self.give_back(sum(self._ahead.pop(each) for each in left))
 
     def give_back(self, size_bytes: int) -> None:
         with self._locked():
@@ -277,69 +295,81 @@ class CachedStore:
     def __init__(self, cache: DiskCache, folder: Path, sizes: Sequence[tuple[int, int]]) -> None:
         """`DiskCache.open` does this."""
         self.cache, self.folder = cache, folder
-        self._opened: list[int] = []  # the data files, behind what says that the folder is in use
-        self._finalizer = weakref.finalize(self, _close_all, self._opened)
-        self.held: list[npt.NDArray[np.uint8]] = []
-        fcntl.flock(self._open("in-use"), fcntl.LOCK_SH)
-        os.utime(self._opened[0])
+        self._opened = ExitStack()
+        self._finalizer = weakref.finalize(self, _close, self._opened)
+        self._files: list[tuple[int, int]] = []  # of each a descriptor, and one for direct I/O or -1
+        self.held: list[Bytes] = []
+        self.held_files: list[int] = []
+        self._opened.callback(cache.give_back_ahead)
+        in_use = self._open("in-use")
+        fcntl.flock(in_use, fcntl.LOCK_SH)
+        os.utime(in_use)
         for number, (size_bytes, chunks) in enumerate(sizes):
-            descriptor = self._open(data_file_name(number))
-            if os.fstat(descriptor).st_size != size_bytes:
-                os.ftruncate(descriptor, size_bytes)
-            self.held.append(_mapped_bits(folder / f"held-{number:05d}.bin", chunks))
+            data_file = self._open(data_file_name(number))
+            if os.fstat(data_file).st_size != size_bytes:
+                os.ftruncate(data_file, size_bytes)
+            direct, alignment_bytes, _ = open_direct(data_file)
+            if direct >= 0:
+                self._opened.callback(os.close, direct)
+            self._files.append((data_file, direct if alignment_bytes <= BLOCK_BYTES else -1))
+            self.held_files.append(self._open(f"held-{number:05d}.bin"))
+            self.held.append(_mapped_bits(self.held_files[-1], chunks, folder))
 
     def _open(self, name: str) -> int:
-        self._opened.append(os.open(self.folder / name, _OPEN, _FILE_MODE))
-        return self._opened[-1]
+        descriptor = os.open(self.folder / name, _OPEN, _FILE_MODE)
+        self._opened.callback(os.close, descriptor)
+        return descriptor
 
     def descriptor(self, number: int) -> int:
         """Of a data file: of its bytes only what `held` says are there."""
-        return self._opened[1 + number]
+        return self._files[number][0]
 
-    def keep(self, number: int, chunk: int, bit: int, begin: int, data: memoryview) -> None:
-        """Write bytes of a data file from ``begin`` on, what ``bit`` says of a chunk, if they fit."""
-        end = begin + data.nbytes
+    def keep(
+        self, number: int, chunk: int, bit: int, begin: int, data: Bytes, give: Callable[[int], int]
+    ) -> None:
+        """Write bytes of a data file from ``begin`` on, what ``bit`` says of a chunk, if they fit.
+
+        give   hands them to who waits for them, and returns how many of them it has written to a descriptor
+               for direct I/O, where it is given one: they are not needed again before the next epoch
+        """
         # Blocks that it shares with its neighbours count for each of them.
-        span = -(-end // _BLOCK_BYTES) * _BLOCK_BYTES - begin // _BLOCK_BYTES * _BLOCK_BYTES
-        is_reserved = False
+        span = align_up(begin + data.nbytes, BLOCK_BYTES) - align_down(begin, BLOCK_BYTES)
+        (buffered, direct), is_reserved = self._files[number], False
         try:
             is_reserved = not self.held[number][chunk] & bit and self.cache.reserve(span)
-            if not is_reserved:
-                return
-            done = 0
-            while done < data.nbytes:
-                done += os.pwrite(self._opened[1 + number], data[done:], begin + done)
-            with self.cache._locked():  # two processes may note the same chunk: it counts once
-                if self.held[number][chunk] & bit:
-                    self.cache._set_used(self.cache._used() - span)
-                self.held[number][chunk] |= bit
-        except OSError as error:  # also where somebody has removed the folder
+        except OSError as error:  # somebody has removed the folder
             self.cache.stop_growing(error)
-            if is_reserved:
-                with contextlib.suppress(OSError):
-                    self.cache.give_back(span)
+        done = give(direct if is_reserved and span == data.nbytes else -1)
+        if not is_reserved:
+            return
+        try:
+            while done < data.nbytes:
+                done += os.pwrite(buffered, data.data[done:], begin + done)
+            held = int(self.held[number][chunk])
+            if held & bit:  # somebody else has kept it meanwhile: it counts once
+                self.cache.give_back(span)
+            # Of two that note something of a chunk at once one may be lost: that is fetched again.
+            os.pwrite(self.held_files[number], bytes([held | bit]), chunk)
+        except OSError as error:
+            self.cache.stop_growing(error)
+            with contextlib.suppress(OSError):
+                self.cache.give_back(span)
 
     def close(self) -> None:
         """Idempotent."""
         self._finalizer()
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        with contextlib.suppress(OSError):  # what is lost is fetched again
-            os.close(descriptors.pop())
+def _close(opened: ExitStack) -> None:
+    with contextlib.suppress(OSError):  # what is lost is fetched again
+        opened.close()
 
 
-def _mapped_bits(path: Path, chunks: int) -> npt.NDArray[np.uint8]:
-    """[chunks], shared by all processes. Its blocks are there before it is written to."""
-    descriptor = os.open(path, _OPEN, _FILE_MODE)
-    try:
-        if os.fstat(descriptor).st_size != chunks:
-            os.ftruncate(descriptor, chunks)
-        os.posix_fallocate(descriptor, 0, chunks)
-        memory: Any = mmap.mmap(descriptor, chunks, mmap.MAP_SHARED)
-        bits = np.frombuffer(memory, np.uint8)
-        populate_pages(bits.ctypes.data, bits.nbytes, os.fspath(path))
-        return bits
-    finally:
-        os.close(descriptor)
+def _mapped_bits(descriptor: int, chunks: int, path: Path) -> Bytes:
+    """[chunks], shared by all processes. Written by calls, which fail where an access ends the process."""
+    if os.fstat(descriptor).st_size != chunks:
+        os.ftruncate(descriptor, chunks)
+    os.posix_fallocate(descriptor, 0, chunks)
+    bits = mapped(descriptor, chunks, ahead=False)
+    lock_pages(bits.ctypes.data, bits.nbytes, os.fspath(path))
+    return bits

@@ -10,13 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock import _native
 from penstock.samples.failures import LOST
+from penstock.samples.objects.cache import BLOCK_BYTES
+from penstock.samples.places import Bytes
+from penstock.storage.aligned import align_down, align_up
 from penstock.storage.objects import ObjectError
 
 logger = logging.getLogger("penstock")
@@ -30,15 +33,17 @@ class Fetched(NamedTuple):
     """A data file whose bytes are fetched.
 
     held      [chunks]: what of each chunk this machine has; empty where nothing is kept
+    held_file a descriptor of what `held` is a mapping of; -1 where nothing is kept
     read      gives its bytes from where to where. Raises ObjectError
     has_room  whether so many bytes more can be kept
-    keep      keeps bytes: chunk, bit, where they begin, and the bytes
+    keep      keeps whole blocks: chunk, bit, where they begin, their bytes, and what hands them on
     """
 
-    held: npt.NDArray[np.uint8]
+    held: Bytes
+    held_file: int
     read: Callable[[int, int], memoryview]
     has_room: Callable[[int], bool]
-    keep: Callable[[int, int, int, memoryview], None]
+    keep: Callable[[int, int, int, Bytes, Callable[[int], int]], None]
 
 
 class Fetcher:
@@ -92,6 +97,8 @@ class Fetcher:
         file, key = self._files[part, number], (part, number, chunk, bit)
         if (first, last) != (begin, end) and not file.has_room(end - begin):
             begin, end, key = first, last, (part, number, -1, ticket)  # only this, for nobody else
+        elif file.has_room(end - begin):  # whole blocks are written past the page cache; a file has no others
+            begin, end = align_down(begin, BLOCK_BYTES), align_up(end, BLOCK_BYTES)
         with self._lock:
             if (others := self._bringing.get(key)) is not None:
                 others.append(ticket)
@@ -114,7 +121,10 @@ class Fetcher:
                 self._reader.fail_fetch(each, failure)
             return
         array = np.frombuffer(data, np.uint8)
+        give = partial(self._reader.give_fetch, tickets.pop(), begin, array)
+        if key[2] < 0 or not file.held.size:
+            give(-1)
+        else:
+            file.keep(chunk, bit, begin, array, give)
         for each in tickets:
-            self._reader.give_fetch(each, begin, array)
-        if key[2] >= 0:
-            file.keep(chunk, bit, begin, data)
+            self._reader.give_fetch(each, begin, array, -1)

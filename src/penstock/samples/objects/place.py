@@ -171,10 +171,11 @@ class ObjectPlace(Place):
         store = self._store()
         numbers = [data_file_name(number) for number in range(len(self.manifest().data_files))]
         if store is None or name not in numbers:
-            nothing = Fetched(_NOTHING_HELD, read, lambda size_bytes: False, lambda *_: None)
+            nothing = Fetched(_NOTHING_HELD, -1, read, lambda size_bytes: False, lambda *_: None)
             return StoreFile(lambda: Target(-1, -1, 1, 0), read_into, lambda: None, nothing)
         number = numbers.index(name)
-        fetched = Fetched(store.held[number], read, store.cache.has_room, partial(store.keep, number))
+        held, held_file = store.held[number], store.held_files[number]
+        fetched = Fetched(held, held_file, read, store.cache.has_room, partial(store.keep, number))
         target = Target(store.descriptor(number), -1, 1, 0)
         return StoreFile(lambda: target, read_into, lambda: None, fetched)
 
