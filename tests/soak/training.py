@@ -198,7 +198,10 @@ class Soaked:
                 time.sleep(1)
             else:
                 break
-        report = None if self.run.closed else self.run.report()
+        report = None
+        if not self.run.closed:
+            with contextlib.suppress(penstock.PenstockError):  # no step of the run has ended yet
+                report = self.run.report()
         return {
             "step": self.training.step,
             "digest": digest,
