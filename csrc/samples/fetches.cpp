@@ -31,7 +31,8 @@ class Fetches::Checked final : public Target {
       : fetches_(std::move(fetches)), waiting_(std::move(waiting)) {}
 
   void arrived(std::uint64_t, int error) override {
-    auto& [read, piece] = waiting_;
+    const auto& read = waiting_.read;
+    const auto& piece = waiting_.piece;
     if (error == ECANCELED || (error == 0 && fetches_->right(read, piece))) {
       read.target->arrived(read.number, error);
       return;
@@ -40,6 +41,7 @@ class Fetches::Checked final : public Target {
     // Not through the mapping: a disk that fails would end the process.
     const auto left = static_cast<std::uint8_t>(load(file.held[piece.chunk]) & ~piece.bit);
     [[maybe_unused]] const auto done = pwrite(file.held_file, &left, 1, static_cast<off_t>(piece.chunk));
+    waiting_.damaged_here = true;
     fetches_->add(waiting_);
   }
 
@@ -73,6 +75,18 @@ bool Fetches::right(const Read& read, const Piece& piece) const {
   return catalog_.body(catalog_.chunk_of(read.extent), body) && sum == body.crc32c;
 }
 
+bool Fetches::is_here(const Waiting& waiting) const {
+  const auto& held = catalog_.data_file(waiting.read.extent).held;
+  const auto& [chunk, bit, extent, wanted] = waiting.piece;
+  return !waiting.damaged_here && chunk < held.size() && (load(held[chunk]) & bit) != 0;
+}
+
+Read Fetches::checked(Waiting waiting) {
+  auto read = waiting.read;
+  read.target = std::make_shared<Checked>(shared_from_this(), std::move(waiting));
+  return read;
+}
+
 std::vector<Read> Fetches::sort_out(std::vector<Read> reads) {
   std::vector<Read> here;
   for (auto& read : reads) {
@@ -83,10 +97,8 @@ std::vector<Read> Fetches::sort_out(std::vector<Read> reads) {
     }
     Waiting waiting{std::move(read), {}};
     waiting.piece = piece_of(waiting.read);
-    const auto chunk = waiting.piece.chunk;
-    if (chunk < file.held.size() && (load(file.held[chunk]) & waiting.piece.bit) != 0) {
-      const auto& [extent, address, target, number, sample] = waiting.read;
-      here.push_back({extent, address, std::make_shared<Checked>(shared_from_this(), waiting), number, sample});
+    if (is_here(waiting)) {
+      here.push_back(checked(std::move(waiting)));
     } else {
       add(std::move(waiting));
     }
@@ -116,10 +128,14 @@ void Fetches::hasten(std::span<const Extent> extents) {
   });
 }
 
-bool Fetches::take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches) {
+bool Fetches::take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches, std::vector<Read>& here) {
   std::unique_lock lock(mutex_);
   changed_.wait_until(lock, until, [this] { return closed_ || !waiting_.empty(); });
   for (; !waiting_.empty() && fetches.size() < most; waiting_.pop_front()) {
+    if (is_here(waiting_.front())) {
+      here.push_back(checked(std::move(waiting_.front())));
+      continue;
+    }
     fetches.push_back({++tickets_, waiting_.front().piece});
     taken_.emplace(tickets_, std::move(waiting_.front()));
   }
@@ -139,8 +155,8 @@ std::uint64_t Fetches::give(std::uint64_t ticket, std::uint64_t begin, std::span
                             int direct_file) {
   Waiting waiting;
   if (!remove(ticket, waiting)) return 0;
-  const auto& [read, piece] = waiting;
-  const auto& wanted = piece.wanted;
+  const auto& read = waiting.read;
+  const auto& wanted = waiting.piece.wanted;
   const auto end = begin + bytes.size();
   if (wanted.offset < begin || wanted.offset + wanted.size_bytes > end) {
     read.target->arrived(read.number, EIO);
@@ -179,7 +195,7 @@ void Fetches::close() {
     taken_.clear();
     changed_.notify_all();
   }
-  for (const auto& [read, piece] : left) read.target->arrived(read.number, ECANCELED);
+  for (const auto& each : left) each.read.target->arrived(each.read.number, ECANCELED);
 }
 
 }  // namespace penstock::samples

@@ -40,8 +40,9 @@ class Fetches : public std::enable_shared_from_this<Fetches> {
   std::vector<Read> sort_out(std::vector<Read> reads);
   // What begins there is wanted before all else that waits.
   void hasten(std::span<const Extent> extents);
-  // At most so many, waiting for one until then: empty where none came. False once closed.
-  bool take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches);
+  // At most so many, waiting for one until then: empty where none came. False once closed. Those whose pieces have
+  // come meanwhile are reads of what is `here`.
+  bool take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches, std::vector<Read>& here);
   // The bytes of the file from `begin` on, which hold what was wanted. What is not under way any more is ignored.
   // How many were also written to `direct_file`, past the page cache: those of a chunk, where it is a descriptor.
   std::uint64_t give(std::uint64_t ticket, std::uint64_t begin, std::span<const std::byte> bytes,
@@ -54,9 +55,12 @@ class Fetches : public std::enable_shared_from_this<Fetches> {
   struct Waiting {
     Read read;
     Piece piece;
+    bool damaged_here = false;
   };
   class Checked;
   Piece piece_of(const Read& read) const;
+  bool is_here(const Waiting& waiting) const;
+  Read checked(Waiting waiting);
   bool right(const Read& read, const Piece& piece) const;
   void add(Waiting waiting);
   bool remove(std::uint64_t ticket, Waiting& removed);

@@ -246,12 +246,12 @@ Fetches& fetches_of(const PyReader& self) {
 // Not by a reference of Python's: the thread that waits here does not keep the reader open.
 nb::object take_fetches(PyReader& self, std::size_t most, double timeout_s) {
   const auto reader = self.share();
-  auto& fetches = fetches_of(self);
+  fetches_of(self);
   std::vector<Fetch> taken;
   bool open;
   {
     const nb::gil_scoped_release release;
-    open = fetches.take(most, after(timeout_s), taken);
+    open = reader->reads().take(most, after(timeout_s), taken);
   }
   if (!open && taken.empty()) return nb::none();
   nb::list result;

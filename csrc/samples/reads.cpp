@@ -161,6 +161,10 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
   for (const auto& read : reads) bytes_ += read.extent.size_bytes;
   counts_[static_cast<int>(traffic)] += reads.size();
   if (fetches_ != nullptr) reads = fetches_->sort_out(std::move(reads));
+  carry_out(traffic, std::move(reads));
+}
+
+void Reads::carry_out(Traffic traffic, std::vector<Read> reads) {
   if (reads.empty()) return;
   std::unique_lock lock(mutex_);
   if (closed_) {
@@ -171,6 +175,19 @@ void Reads::submit(Traffic traffic, std::vector<Read> reads) {
   auto& queue = queue_of(traffic);
   lock.unlock();  // queues stay as long as this object
   queue.submit(catalog_, direct_, std::move(reads));
+}
+
+bool Reads::take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches) {
+  std::vector<Read> here;
+  const bool open = fetches_->take(most, until, fetches, here);
+  for (const auto& read : here) {
+    try {
+      carry_out(read.sample == kWholeChunk ? Traffic::chunks : Traffic::samples, {read});
+    } catch (...) {  // no memory, no thread
+      read.target->arrived(read.number, ENOMEM);
+    }
+  }
+  return open;
 }
 
 bool Reads::read_cached(const Extent& extent, std::byte* to) {

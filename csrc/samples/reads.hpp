@@ -70,6 +70,7 @@ class ReadQueue {
 };
 
 class Fetches;
+struct Fetch;
 
 enum class Traffic { chunks, samples };
 
@@ -84,6 +85,8 @@ class Reads {
   // Whether the bytes were in the page cache, and all are at `to` now. Never waits for a device.
   bool read_cached(const Extent& extent, std::byte* to);
   bool close(Clock::time_point deadline);
+  // See `Fetches`: what has come meanwhile is read.
+  bool take(std::size_t most, Clock::time_point until, std::vector<Fetch>& fetches);
   // Of files that are fetched; null where there are none.
   Fetches* fetches() const { return fetches_.get(); }
 
@@ -92,6 +95,7 @@ class Reads {
   std::uint64_t count(Traffic traffic) const { return counts_[static_cast<int>(traffic)]; }
 
  private:
+  void carry_out(Traffic traffic, std::vector<Read> reads);
   ReadQueue& queue_of(Traffic traffic);
   std::unique_ptr<ReadQueue> make_queue(Traffic traffic);
 

@@ -258,7 +258,7 @@ TEST(what_is_fetched_is_right_whoever_brings_it_and_whoever_closes_when) {
       bringing.emplace_back([&] {
         auto& fetches = *reader->reads().fetches();
         std::vector<Fetch> taken;
-        while (fetches.take(2, Clock::now() + std::chrono::milliseconds(20), taken)) {
+        while (reader->reads().take(2, Clock::now() + std::chrono::milliseconds(20), taken)) {
           for (const auto& [ticket, piece] : taken) {
             const bool all = ticket % 2 == 0;
             const auto& extent = all ? piece.extent : piece.wanted;

@@ -417,7 +417,7 @@ class SampleReader:
     def give_fetch(self, ticket: int, begin: int, data: npt.NDArray[np.uint8], direct_file: int) -> int:
         """data: the file's bytes from ``begin`` on, at least those that are wanted.
 
-        Returns how many were also written to the descriptor ``direct_file``, for direct I/O: those of a chunk.
+        Returns how many were also written to the descriptor ``direct_file``, past the page cache.
         """
     def fail_fetch(self, ticket: int, errno: int) -> None: ...
     def read(self, index: int, timeout_s: float) -> bytes: ...

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -307,6 +307,50 @@ def test_a_cache_that_is_too_small_is_bounded_and_never_thrashes(url: str, tmp_p
         assert fetched[1] == fetched[2] == fetched[3] < 0.7 * fetched[0]
         held = sum(int(np.count_nonzero(np.fromfile(path, np.uint8))) for path in cache.rglob("held-*"))
         assert held > 0
+
+
+def fewest_misses(uses: Sequence[int], slots: int) -> int:
+    """By Belady's rule, which knows what comes: what is needed last goes."""
+    held, misses = set[int](), 0
+    for at, chunk in enumerate(uses):
+        misses += chunk not in held
+        held.add(chunk)
+        if len(held) > slots:
+            later = uses[at + 1 :]
+            held.remove(max(held, key=lambda each: later.index(each) if each in later else len(uses)))
+    return misses
+
+
+@pytest.mark.parametrize("order", ["chunk", "full"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_of_what_to_keep_fetches_less(tmp_path: Path, seed: int, order: str) -> None:
+    """In chunk order not one request more than by Belady's rule, and in any order no byte more."""
+    random = np.random.default_rng(seed)
+    together, chunks, epochs = 8, 40, 4  # samples of a chunk
+    content = [(f"{index}", random.bytes(512)) for index in range(together * chunks)]
+    write_store(tmp_path / "packed", content)
+    with HttpServer(tmp_path / "packed") as server:
+        with samples.mount(server.url, cache_dir=tmp_path / "cache") as store:
+            small_bytes = store.directories[0].place._store().cache._used()  # type: ignore[attr-defined]
+        shutil.rmtree(tmp_path / "cache")
+        limit = small_bytes + 4096 * int(random.integers(chunks))
+        with samples.mount(
+            server.url, order, "20KiB", cache_dir=tmp_path / "cache", cache_disk=limit
+        ) as store:
+            uses, fetched = list[int](), list[int]()
+            for number in range(epochs):
+                before = store.counters()["fetched_bytes"]
+                indices = [index for batch, _ in bits(store, seed=seed, epoch=number) for index in batch]
+                uses += dict.fromkeys(index // together for index in indices)
+                fetched.append(store.counters()["fetched_bytes"] - before)
+            held = sum(
+                int(np.count_nonzero(np.fromfile(path, np.uint8))) for path in tmp_path.rglob("held-*")
+            )
+            assert held == (limit - small_bytes) // 4096
+            assert fetched[1:] == [4096 * (chunks - held)] * (epochs - 1)
+            assert fetched[0] <= 4096 * (chunks + 4)  # threads may ask for the same at one moment
+            if order == "chunk":
+                assert store.counters()["requests"] == fewest_misses(uses, held)
 
 
 def test_stores_that_nobody_uses_make_room_and_nothing_else_does(s3: S3, tmp_path: Path) -> None:

@@ -113,18 +113,20 @@ class Fetcher:
         except Exception:
             logger.exception("what a sample store needs could not be fetched")
         with self._lock:
-            tickets = [ticket, *self._bringing.pop(key)]
             self.requests += 1
             self.fetched_bytes += 0 if data is None else data.nbytes
-        if data is None:
-            for each in tickets:
-                self._reader.fail_fetch(each, failure)
-            return
-        array = np.frombuffer(data, np.uint8)
-        give = partial(self._reader.give_fetch, tickets.pop(), begin, array)
-        if key[2] < 0 or not file.held.size:
-            give(-1)
-        else:
-            file.keep(chunk, bit, begin, array, give)
+        tickets = [ticket]
+        if data is not None:
+            array = np.frombuffer(data, np.uint8)
+            give = partial(self._reader.give_fetch, tickets.pop(), begin, array)
+            if key[2] < 0 or not file.held.size:
+                give(-1)
+            else:
+                file.keep(chunk, bit, begin, array, give)
+        with self._lock:
+            tickets += self._bringing.pop(key)  # who comes later finds what is kept
         for each in tickets:
-            self._reader.give_fetch(each, begin, array, -1)
+            if data is None:
+                self._reader.fail_fetch(each, failure)
+            else:
+                self._reader.give_fetch(each, begin, array, -1)
