@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock import simulator
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import Sample, Span, Stall, Timeline
@@ -258,15 +259,27 @@ def test_a_search_can_stop_at_a_deadlock() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"variants": (0,) * 5},
-        {"variants": (-1,) * 9 + (3,)},
-        {"evictions": (Evict(99, 0, 1, 4, 4),)},
-        {"recomputations": (Recompute(99, 1, 4),)},
-        {"evictions": (Evict(0, 0, 1, 40, 40),)},
+        ({"variants": (0,) * 5}, "it runs variant 0 of kernel 0, which has 0"),
+        ({"variants": (-1,) * 9 + (3,)}, "it has variants of 10 kernels, of 5"),
+        ({"evictions": (Evict(99, 0, 1, 4, 4),)}, "it moves tensor 99 of 3"),
+        ({"evictions": (Evict(-1, 0, 1, 4, 4),)}, "it moves tensor -1 of 3"),
+        ({"recomputations": (Recompute(99, 1, 4),)}, "it moves tensor 99 of 3"),
+        ({"recomputations": (Recompute(0, 1, 4),)}, "it recomputes tensors that no kernel can recompute"),
+        ({"evictions": (Evict(0, 0, 1, 40, 40),)}, "row 0 ends at a kernel that the trace lacks"),
     ],
 )
-def test_a_plan_of_another_trace_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="Make the plan from the same trace"):
-        simulate(five_kernels(), Plan(policy="none", device_budget_bytes=200, **changes), machine())
+def test_a_plan_of_another_trace_is_refused(changes: dict[str, Any], why: str) -> None:
+    trace = replace(five_kernels(), tensor_recompute=np.zeros(0, dtype=np.int64))
+    with pytest.raises(InvalidArgument, match=f"{why}. Make the plan from the same trace"):
+        simulate(trace, Plan(policy="none", device_budget_bytes=200, **changes), machine())
+
+
+def test_a_mistake_of_the_simulators_is_not_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: Any, **__: Any) -> None:
+        raise IndexError
+
+    monkeypatch.setattr(simulator, "as_run", mistaken)
+    with pytest.raises(IndexError):
+        simulate(five_kernels(), Plan(policy="none", device_budget_bytes=200), machine())

@@ -75,14 +75,9 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     no room for it (see `penstock.core.memory_profile.leaves_for_good`).
     """
     require_types(trace=trace, plan=plan, hardware=hardware)
+    _require_its_trace(trace, plan)
     if hardware.disk_bytes > 0 or hardware.host_bytes > 0:
-        try:
-            trace, gone = as_run(trace, plan, hardware.host_bytes, has_disk=hardware.disk_bytes > 0)
-        except IndexError:
-            raise InvalidArgument(
-                "the plan is not one for this trace, which has not all of its tensors, kernels or variants. "
-                "Make the plan from the same trace"
-            ) from None
+        trace, gone = as_run(trace, plan, hardware.host_bytes, has_disk=hardware.disk_bytes > 0)
     else:  # only recomputing frees memory
         trace, gone = within_budget(trace, plan.device_budget_bytes, plan.lossy), []
     intervals = Intervals.of((*plan.evictions, *gone), plan.recomputations)
@@ -99,6 +94,32 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
             for start_s, end_s, cause, kernel in _rows(result.records["stalls"])
         ),
     )
+
+
+def _require_its_trace(trace: Trace, plan: Plan) -> None:
+    """Raises InvalidArgument where the plan names tensors or variants that the trace lacks."""
+    named = [each.tensor for each in plan.evictions] + [each.tensor for each in plan.recomputations]
+    for tensor in named:
+        if not 0 <= tensor < trace.tensors:
+            raise _of_another_trace(f"it moves tensor {tensor} of {trace.tensors}")
+    if plan.recomputations and not len(trace.tensor_recompute):
+        raise _of_another_trace("it recomputes tensors that no kernel can recompute")
+    _require_variants(trace, plan.variants)
+
+
+def _require_variants(trace: Trace, variants: Sequence[int]) -> None:
+    if len(variants) not in (0, trace.kernels):
+        raise _of_another_trace(f"it has variants of {len(variants)} kernels, of {trace.kernels}")
+    for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
+        count = len(trace.kernel_variants[kernel]) if trace.kernel_variants else 0
+        if variants[kernel] >= count:
+            raise _of_another_trace(
+                f"it runs variant {variants[kernel]} of kernel {kernel}, which has {count}"
+            )
+
+
+def _of_another_trace(why: object) -> InvalidArgument:
+    return InvalidArgument(f"the plan is not one for this trace: {why}. Make the plan from the same trace")
 
 
 def _rows(columns: Any) -> Any:
@@ -202,9 +223,7 @@ class Replay:
         try:
             found = self.native.run(self.columns(intervals, variants), record, stop_on_deadlock)
         except ValueError as error:
-            raise InvalidArgument(
-                f"the plan is not one for this trace: {error}. Make the plan from the same trace"
-            ) from None
+            raise _of_another_trace(error) from None
         device, host, disk = found["peak_bytes"]
         stopped = found["deadlock"] and stop_on_deadlock
         return Result(
@@ -221,18 +240,7 @@ class Replay:
         for tier in {MOVES[action][0] for action in np.unique(intervals.action).tolist() if action in MOVES}:
             self.hardware.evict_s(tier, 1)
             self.hardware.prefetch_s(tier, 1)
-        kernels, table = self.trace.kernels, self.trace.kernel_variants
-        if len(variants) not in (0, kernels):
-            raise InvalidArgument(
-                f"the plan has variants of {len(variants)} kernels; the trace has {kernels} kernels. "
-                "Make the plan from the same trace"
-            )
-        for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
-            if variants[kernel] >= (count := len(table[kernel]) if table else 0):
-                raise InvalidArgument(
-                    f"the plan runs variant {variants[kernel]} of kernel {kernel}, which has {count}: "
-                    "make the plan from the same trace"
-                )
+        _require_variants(self.trace, variants)
         times, workspaces = kernels_as_run(self.trace, variants)
         return (*intervals, np.ascontiguousarray(times, dtype=np.float64), integers(workspaces))
 
