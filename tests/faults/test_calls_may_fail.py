@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 ACTIVITIES = (
     ("save, io_uring direct", "save, io_uring buffered", "save, posix direct", "save, posix buffered")
     + ("save, wait=False", "load, read", "load, mapped", "load, into", "verify", "Manager, increments")
-    + ("samples pack", "samples pack, overwrite", "samples mount, read", "samples unpack")
+    + ("samples pack", "samples pack, overwrite", "samples mount, read", "samples unpack", "values")
 )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core import files
 from penstock.core.check import check
 from penstock.core.columns import Lists
 from penstock.core.hardware import Hardware
@@ -71,6 +75,32 @@ def test_hardware_plan_and_timeline(tmp_path: Path) -> None:
     for value in (hardware, decided, timeline):
         value.save(tmp_path / "value.json")
         assert type(value).load(tmp_path / "value.json") == value
+
+
+def test_what_a_dead_disk_has_left_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware, path = made()[1], tmp_path / "hardware.json"
+    kept = [tmp_path / name for name in (".hardware.json.bak", ".hardware.json.1", ".other.json.7.0")]
+    for each in kept:
+        each.write_text("the user's own")
+
+    def dead(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "unlink"):
+            patch.setattr(os, name, dead)
+        with pytest.raises(OSError, match="Input/output"):
+            hardware.save(path)
+    (left,) = files.drafts(path)
+    with left.open() as file:  # as if its writer lived
+        fcntl.flock(file, fcntl.LOCK_EX)
+        hardware.save(path)
+        assert files.drafts(path) == [left]
+    hardware.save(path)
+    assert files.drafts(path) == [] and Hardware.load(path) == hardware
+    assert {*tmp_path.iterdir()} == {path, *kept}
 
 
 def test_a_plan_made_from_a_file_is_the_same(tmp_path: Path) -> None:

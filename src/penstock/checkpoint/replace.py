@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -14,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.core.files import sync_folder
+from penstock.core.files import lock, remove_unlocked, sync_folder
 from penstock.storage import files
 from penstock.storage.transfer import File
 
@@ -88,11 +87,11 @@ class Replacement(files.Closing):
         flags, mode = os.O_RDWR | os.O_CLOEXEC, 0o666 if there is None else 0o600
         descriptor = _create_nameless(self.path.parent, flags, mode)
         if descriptor is not None:
-            _lock(descriptor)
+            lock(descriptor)
             return descriptor
         self._hidden = _hidden(self.path)
         descriptor = os.open(self._hidden, flags | os.O_CREAT | os.O_EXCL, mode)
-        _lock(descriptor)
+        lock(descriptor)
         if os.fstat(descriptor).st_nlink == 0:  # removed as stale before it was locked
             os.close(descriptor)
             return self._create(there)
@@ -157,24 +156,7 @@ def remove_stale(directory: Path, is_wanted: Callable[[str], bool]) -> None:
         for name in [entry.name for entry in found]:
             match = _HIDDEN.fullmatch(os.fsencode(name))
             if match is not None and is_wanted(os.fsdecode(match[1])):
-                _remove_unlocked(directory / name)
-
-
-def _remove_unlocked(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        # Without waiting: it could be a pipe that somebody else put there.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-        finally:
-            os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks: there no file counts as stale
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+                remove_unlocked(directory / name)
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:

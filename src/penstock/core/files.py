@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gzip
 import io
 import os
+import re
 import stat
 import zlib
 from pathlib import Path
@@ -87,13 +89,18 @@ def save(value: Any, path: str | Path) -> None:
 
 
 def write(data: bytes, path: str | Path) -> None:
-    """Write ``data`` to ``path``, durably, gzipped where it ends in ``.gz``. Raises OSError, as `save`."""
+    """Write ``data`` to ``path``, durably, gzipped where it ends in ``.gz``. Raises OSError, as `save`.
+
+    What nobody writes any more beside it, of processes that were killed or disks that failed, is removed.
+    """
     path = Path(path)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError(errno.EINVAL, "It is not a regular file")
+        for left in drafts(path):
+            remove_unlocked(left)
         with _new_file_beside(path) as file:
             draft = Path(file.name)
             try:
@@ -110,8 +117,12 @@ def write(data: bytes, path: str | Path) -> None:
 
 
 def drafts(path: Path) -> list[Path]:
-    """What processes that were killed while they wrote ``path`` left beside it."""
-    return [each for each in path.parent.iterdir() if each.name.startswith(_draft_name(path))]
+    """What is being written beside ``path`` to take its place, or was when a process was killed; nothing if
+    the folder cannot be read."""
+    name = re.compile(re.escape(_draft_name(path)) + r"\d+\.\d+")
+    with contextlib.suppress(OSError):
+        return [each for each in path.parent.iterdir() if name.fullmatch(each.name)]
+    return []
 
 
 def _draft_name(path: Path) -> str:
@@ -119,11 +130,36 @@ def _draft_name(path: Path) -> str:
 
 
 def _new_file_beside(path: Path) -> io.BufferedWriter:
-    """Never a file, or a link to one, that somebody else put there."""
+    """Never a file, or a link to one, that somebody else put there. It is locked."""
     for number in range(_MOST_DRAFTS):
-        with contextlib.suppress(FileExistsError):
-            return path.with_name(f"{_draft_name(path)}{os.getpid()}.{number}").open("xb")
+        draft = path.with_name(f"{_draft_name(path)}{os.getpid()}.{number}")
+        with contextlib.suppress(FileExistsError), contextlib.ExitStack() as undo:
+            file = undo.enter_context(draft.open("xb"))
+            undo.callback(draft.unlink, missing_ok=True)
+            lock(file.fileno())
+            if os.fstat(file.fileno()).st_nlink:  # nobody removed it before it was locked
+                undo.pop_all()
+                return file
     raise FileExistsError(errno.EEXIST, "There are too many drafts of this file, remove them")
+
+
+def lock(descriptor: int) -> None:
+    """Say that the file is being written: `remove_unlocked` leaves it."""
+    with contextlib.suppress(OSError):  # a file system without locks: there it leaves every file
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def remove_unlocked(path: Path) -> None:
+    """Remove a regular file, where that is possible and nobody has locked it."""
+    with contextlib.suppress(OSError):
+        # Without waiting: it could be a pipe that somebody else put there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+        finally:
+            os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
