@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock import _native
 from penstock.runtime import arena, open_runs
 from tests.support.runs import (
     EVERYTHING,
@@ -163,6 +164,30 @@ def test_the_next_run_works_beside_one_that_lingers(tmp_path: Path) -> None:
     with _offload(tmp_path, smallest_bytes=EVERYTHING):
         pass
     assert open_runs.lingering == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_ends_beside_more_than_its_budget_that_others_made(when: str, tmp_path: Path) -> None:
+    """What a run before it, or one after it, has left in memory is not kept within its budget."""
+
+    def others() -> list[torch.Tensor]:
+        with _offload(tmp_path, 64 * MIB, smallest_bytes=EVERYTHING):
+            return [torch.full((MIB // 4,), float(i)) for i in range(16)]
+
+    if when == "before":
+        made = others()
+    with _offload(tmp_path, smallest_bytes=EVERYTHING):
+        kept = [torch.full((MIB // 4,), float(i)) for i in range(6)]
+    assert len(open_runs.lingering) == 1
+    if when == "after":
+        made = others()
+    values = [*range(6), *range(16)]
+    assert [float(tensor.numpy()[3]) for tensor in (*kept, *made)] == values  # no kernel
+    assert {_native.arena_state(tensor.data_ptr()) for tensor in made} == {"in"}
+    del kept[3:]
+    open_runs.give_back_lingering()
+    assert open_runs.lingering == []
+    assert [float(tensor[3]) for tensor in (*kept, *made)] == [*range(3), *range(16)]
 
 
 def test_a_run_whose_disk_hangs_at_its_end_keeps_nobody_within_its_budget(tmp_path: Path) -> None:

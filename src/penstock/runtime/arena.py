@@ -73,7 +73,7 @@ class Lease:
                 _apply()
             except BaseException:
                 del _budgets[self]
-                if not _budgets:
+                if not _budgets and not _lingering:
                     _native.arena_own_all()
                 if self._gives_swap:
                     _pass_swap_on()
@@ -89,7 +89,7 @@ class Lease:
     def close(self, brings_back: bool = False) -> bool:
         """End the lease; after the last one, new tensors come from the C library again. False: its swap file
         is still needed, and so it lingers: what is out stays out until it is touched, and what is in memory
-        is kept within the budget while no other lease is open. Idempotent.
+        is kept within the budget while no other lease is open, but for what was there before. Idempotent.
 
         brings_back   what is out first: False, too, where that does not fit the budget, or cannot be read now
         """
@@ -99,10 +99,10 @@ class Lease:
                 return True
             stats = _native.arena_stats()
             own_bytes, most_bytes = stats.in_use_bytes - stats.foreign_bytes, stats.budget_bytes
-            ended = not brings_back or most_bytes is None or own_bytes <= most_bytes
+            fits = most_bytes is None or own_bytes <= most_bytes
+            ended = not brings_back or fits or stats.out_bytes == 0
             budget_bytes = _budgets.pop(self) if self in _budgets else _lingering.pop(self)
             if not _budgets:
-                _native.arena_own_all()
                 _native.arena_deactivate()  # nothing leaves any more but what is on its way
             _native.arena_kernel_over()
             try:
@@ -117,6 +117,7 @@ class Lease:
                 _lingering[self] = budget_bytes
             _apply()
             if not _budgets and not _lingering:
+                _native.arena_own_all()
                 _native.arena_leave_faults()
         if problem is not None:
             logger.warning(
