@@ -170,7 +170,7 @@ bench-shapes: setup
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --editable '.[bench-train]'
 	$(BIN)/python benchmarks/changing_shapes.py -o out/changing_shapes.json
 
-# Every policy on two small models, predicted against measured: some minutes.
+# The policies of the papers on seven small models, predicted against measured: three quarters of an hour.
 bench-policies: setup
 	$(BIN)/python benchmarks/policies.py -o out/policies.json
 

@@ -1,14 +1,22 @@
-"""What every policy predicts of a training step, and what is measured: seconds, peak and bytes.
+"""The papers' policies and penstock's own in real training: seconds, bytes and what was predicted.
 
-    python benchmarks/policies.py -o out/policies.json
+    python benchmarks/policies.py -o out/policies.json [--models GPT VGG] [--shares 65 35]
 
-Two small models, a GPT and a residual network, in memory and by each policy, step by step in turns, in
-processes that live throughout. The budget is half of the in-memory peak (weights, gradients, optimizer state
-and activations), or where a policy cannot reach that, the first twentieth of the peak more that it can.
-Losses, weights and optimizer state are compared bit for bit after the timing. What was predicted is said by
-penstock's own report at the end, with the kernel times of the steps that were recorded.
+Seven small models, in memory and by each policy at shares of the in-memory peak (weights, gradients,
+optimizer state and activations), step by step in turns, in processes that live throughout. Each policy may do
+what its paper has, and so none but `optimal` recomputes. Losses, weights and optimizer state are compared bit
+for bit after the timing. What was predicted is said by penstock's own report at the end, with the kernel
+times of the steps that were recorded.
 
-The JSON holds every sample. See `--quick` for a check that it all works; its figures mean nothing.
+--batches adds what each policy plans for larger batches in the memory that the model takes in training as it
+is: the largest that fits, and the most samples a second. Nothing is run for that.
+
+Not here: vDNN's lock-step (one copy beside one kernel, and both wait for the other), which no run carries
+out and benchmarks/papers.py simulates; G10 as its artifact has it, which plans for published traces
+(benchmarks/planners.py).
+
+The JSON holds every sample. See `--quick` for a check that it all works, on two models at one share if no
+others are named; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +24,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
+from rich.console import Console
 from rich.table import Table
 from step_time import (
     REFERENCE,
@@ -36,32 +44,51 @@ from step_time import (
 )
 
 sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(Path(__file__).with_name("programs")))
 
-import cnn
-import gpt
-from methods import UNSETTLED_STEPS, Job, trace_of
+from methods import UNSETTLED_STEPS, Job
+from papers_bench import programs
+from papers_bench.programs import Config, captured
 
 import penstock
-from penstock.errors import InvalidArgument, PenstockError
+from penstock.errors import PenstockError
 from penstock.units import format_bytes, format_seconds
 
-POLICIES = ("flashneuron", "g10", "modnn", "vdnn_all", "vdnn_conv", "optimal")
-MODELS: dict[
-    str, tuple[ModuleType, Any, Any]
-] = {  # the program, and what it is asked to do, also with --quick
-    "GPT": (gpt, gpt.Config(layers=6, width=256, heads=8, context=128, batch=16), gpt.QUICK),
-    "CNN": (cnn, cnn.Config(), cnn.Config(blocks=3, width=24, batch=16)),
+MODELS = {  # and with --quick
+    "GPT": (Config("gpt", 8, 6, 256, 128), Config("gpt", 2, 2, 64, 32)),
+    "Llama": (Config("llama", 4, 4, 256, 128), Config("llama", 2, 2, 64, 16)),
+    "ViT": (Config("vit", 16, 6, 256, 64), Config("vit", 2, 2, 64, 32)),
+    "ResNet-50": (Config("resnet50", 8, 0, 0, 64), Config("resnet50", 2, 0, 0, 32)),
+    "VGG": (Config("vgg", 32, 2, 32, 64), Config("vgg", 4, 1, 8, 32)),
+    "LSTM": (Config("lstm", 16, 2, 256, 64), Config("lstm", 2, 2, 32, 8)),
+    "DLRM": (Config("dlrm", 2048, 12, 64, 20000), Config("dlrm", 64, 4, 16, 1000)),
 }
-TWENTIETHS = range(10, 21)  # of the in-memory peak; with all of it nothing moves
+_ALONE = {"recompute": False, "compress": False}
+POLICIES: dict[str, dict[str, Any]] = {
+    "optimal": {},
+    "evict_all": {"policy": "evict_all", **_ALONE},
+    "vdnn_all": {"policy": "vdnn_all", **_ALONE},
+    "vdnn_conv": {"policy": "vdnn_conv", **_ALONE},
+    "flashneuron": {"policy": "flashneuron", **_ALONE},
+    "flashneuron, CSR": {"policy": "flashneuron", "recompute": False},
+    "flashneuron, FP16": {"policy": "flashneuron", **_ALONE, "lossy": "fp16"},
+    "flashneuron, CSR and FP16": {"policy": "flashneuron", "recompute": False, "lossy": "fp16"},
+    "modnn": {"policy": "modnn", **_ALONE},
+    "modnn, variants": {"policy": "modnn", **_ALONE, "variants": True},
+    "g10": {"policy": "g10", **_ALONE},
+}
+OTHER_BITS = ("lossy", "variants")  # options that give other ones than training in memory
+SHARES = (65, 50, 35)  # percent of the in-memory peak
+QUICK_MODELS, QUICK_SHARES = ("GPT", "DLRM"), (50,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=24, help="of each policy; default: %(default)s")
-    parser.add_argument("--model", choices=MODELS, action="append", help="default: both")
+    parser.add_argument("--steps", type=int, default=12, help="of each policy; default: %(default)s")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all")
+    parser.add_argument("--shares", nargs="+", type=int, metavar="PERCENT", help="default: 65 50 35")
+    parser.add_argument("--batches", action="store_true", help="plan for larger ones, too")
     add_common_arguments(parser, "policies")
     options = parser.parse_args(arguments)
     steps = UNSETTLED_STEPS + 2 if options.quick else options.steps
@@ -69,63 +96,113 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: give {UNSETTLED_STEPS + 1} or more")
 
     console = wide_console()
-    models: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
         hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 10.0)
         hardware.save(hardware_file)
-        for name in options.model or MODELS:
-            program, config, quick = MODELS[name]
-            config = quick if options.quick else config
-            trace = trace_of(config, program.build)
-            common = {"config": config, "program": str(program.__file__), "spill_dir": options.spill_dir}
-            jobs = {REFERENCE: Job(REFERENCE, **common)}
-            for policy in POLICIES:
-                jobs[policy] = Job(
+        for name in options.models or (QUICK_MODELS if options.quick else MODELS):
+            config = MODELS[name][options.quick]
+            peak_bytes = captured(config).peak_bytes
+            for share in options.shares or (QUICK_SHARES if options.quick else SHARES):
+                job = Job(
                     "penstock",
-                    **common,
-                    policy=policy,
-                    device_budget_bytes=budget_of(trace, hardware, policy),
+                    config,
+                    str(programs.__file__),
+                    device_budget_bytes=peak_bytes * share // 100,
                     hardware_file=str(hardware_file),
+                    spill_dir=options.spill_dir,
                 )
-            results = measure(jobs, steps, console)
-            rows = {key: summary(jobs[key], result, results[REFERENCE]) for key, result in results.items()}
-            models[name] = {
-                "config": asdict(config),
-                "in_memory_peak_bytes": trace.peak_bytes,
-                "policies": rows,
-            }
-            console.print(drawn(name, rows))
-    document = {
-        **heading("policies"),
-        "hardware": msgspec.to_builtins(hardware),
-        "unsettled_steps": UNSETTLED_STEPS,
-        "models": models,
-    }
-    write(document, options.output, console)
+                cells = at_share(job, hardware, steps, console)
+                console.print(drawn(f"{name}, {share} % of {format_bytes(peak_bytes)}", cells))
+                rows += [
+                    {"model": name, "share": share, "policy": policy, **cell}
+                    for policy, cell in cells.items()
+                ]
+            if options.batches:
+                for policy in (name for name in POLICIES if "," not in name):  # codecs are not planned for
+                    planning = POLICIES[policy]
+                    found = larger_batches(config, hardware, peak_bytes, planning)
+                    rows.append({"model": name, "policy": policy, "batches": found})
+                    console.print(f"{name}, {policy}, batches in {format_bytes(peak_bytes)}: {found}")
+            # What was found stays where a later model fails.
+            document = {**heading("policies"), "hardware": msgspec.to_builtins(hardware), "rows": rows}
+            write({**document, "unsettled_steps": UNSETTLED_STEPS}, options.output, console)
     return 0
 
 
-def budget_of(trace: penstock.Trace, hardware: penstock.Hardware, policy: str) -> int:
-    """The first budget that the policy can reach. Raises PenstockError where it reaches none."""
-    machine = replace(hardware, device_bytes=trace.peak_bytes)
-    failure: PenstockError = InvalidArgument(f"the policy {policy!r} was tried with no budget")
-    for share in TWENTIETHS:
-        budget_bytes = trace.peak_bytes * share // 20
-        try:
-            penstock.plan(trace, machine, policy, False, False, 1.0, device_budget_bytes=budget_bytes)
-        except PenstockError as refused:
-            failure = refused
-        else:
-            return budget_bytes
-    raise failure
+def at_share(
+    job: Job, hardware: penstock.Hardware, steps: int, console: Console
+) -> dict[str, dict[str, Any]]:
+    """A row of each policy in the budget of the job, and of training in memory. Where a policy cannot plan
+    for it, the row says why."""
+    refused = {
+        policy: reason
+        for policy, planning in POLICIES.items()
+        if (reason := refusal(job, hardware, planning))
+    }
+    jobs = {REFERENCE: replace(job, method=REFERENCE)}
+    jobs |= {
+        policy: replace(job, planning=planning)
+        for policy, planning in POLICIES.items()
+        if policy not in refused
+    }
+    results = measure(jobs, steps, console)
+    rows = {key: summary(jobs[key], result, results[REFERENCE]) for key, result in results.items()}
+    return rows | {policy: {"refused": reason} for policy, reason in refused.items()}
 
 
-def drawn(model: str, rows: dict[str, dict[str, Any]]) -> Table:
+def refusal(job: Job, hardware: penstock.Hardware, planning: dict[str, Any]) -> str:
+    """Why the policy has no plan for the budget. Empty where it has one."""
+    options = penstock.PlanOptions(**planning)
+    try:
+        penstock.plan(
+            captured(job.config),
+            replace(hardware, device_bytes=job.device_budget_bytes),
+            options.policy,
+            options.recompute,
+            options.compress,
+            1.0,
+        )
+    except PenstockError as error:
+        return str(error)
+    return ""
+
+
+def larger_batches(
+    config: Config, hardware: penstock.Hardware, budget_bytes: int, planning: dict[str, Any]
+) -> dict[str, Any] | str:
+    """The largest batch that is planned for this memory, the fastest a sample, and how much faster that is
+    than the configuration's own in memory. Or why there is none."""
+
+    def make_step(samples: int) -> Callable[[], None]:
+        model, optimizer, batches, loss = programs.build(replace(config, batch=samples))
+        batch = next(batches)
+
+        def step() -> None:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    options = penstock.PlanOptions(**planning)
+    machine = replace(hardware, device_bytes=budget_bytes)
+    try:
+        found = penstock.best_batch(make_step, machine, options.policy, recompute=options.recompute)
+    except PenstockError as error:
+        return str(error)
+    plain_s = captured(config).ideal_s / config.batch
+    return {
+        "largest": found.largest.samples,
+        "fastest": found.fastest.samples,
+        "gain": plain_s * found.fastest.samples / found.fastest.step_s,
+    }
+
+
+def drawn(title: str, rows: dict[str, dict[str, Any]]) -> Table:
     columns = (
-        model,
-        "budget",
-        "policy",
+        "",
         "step",
         "quartiles",
         "ratio",
@@ -135,42 +212,46 @@ def drawn(model: str, rows: dict[str, dict[str, Any]]) -> Table:
         "predicted",
         "peak",
         "predicted",
-        "moved out",
-        "predicted",
-        "replans",
-        "bits",
     )
-    table = Table(*columns, box=None, padding=(0, 1))
+    table = Table(
+        *columns, "moved out", "predicted", "replans", "bits", title=title, box=None, padding=(0, 1)
+    )
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
     table.columns[0].justify = "left"
     for name, row in rows.items():
-        report, own = row["report"], [""] * 8
+        if "refused" in row:
+            table.add_row(name, "-")
+            continue
+        report, own = row["report"], [""] * 9
         if report is not None:
+            predicted_s = report["predicted_step_s"]
             own = [
-                format_seconds(report["predicted_step_s"]),
-                f"{row['median_s'] / report['predicted_step_s'] - 1:+.1%}"
-                if report["predicted_step_s"]
-                else "",
+                format_seconds(predicted_s),
+                f"{row['median_s'] / predicted_s - 1:+.1%}" if predicted_s else "",
                 format_seconds(report["stall_s"]),
                 format_seconds(report["predicted_stall_s"]),
                 format_bytes(report["peak_bytes"]),
                 format_bytes(report["predicted_peak_bytes"]),
                 format_bytes(report["evicted_bytes"]),
                 format_bytes(report["predicted_evicted_bytes"]),
+                str(report["replans"]),
             ]
         table.add_row(
             name,
-            format_bytes(row["device_budget_bytes"]) if row["device_budget_bytes"] else "",
-            report["policy"] if report is not None else "",
             format_seconds(row["median_s"]),
             " - ".join(map(format_seconds, row["quartiles_s"])),
             f"{row['ratio']:.2f} x",
             *own,
-            str(report["replans"]) if report is not None else "",
-            "equal" if row["same_bits"] else "DIFFERENT",
+            bits(name, row["same_bits"]),
         )
     return table
+
+
+def bits(policy: str, equal: bool) -> str:
+    if any(option in POLICIES.get(policy, {}) for option in OTHER_BITS):
+        return "rounded" if "lossy" in POLICIES[policy] else "of other kernels"
+    return "equal" if equal else "DIFFERENT"
 
 
 if __name__ == "__main__":

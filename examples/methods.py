@@ -49,7 +49,7 @@ class Job:
                           (model, optimizer, batches, loss)
     device_budget_bytes   for penstock
     host_budget_bytes     for penstock, of memory beside that as a tier; 0 for none
-    policy                for penstock, a key of penstock.planners.POLICIES
+    planning              for penstock, arguments of PlanOptions
     hardware_file         for penstock, what `penstock probe` wrote
     record_folder         for penstock, where to leave the record of the run; none when empty
     spill_dir             for those that write files; the system's choice when empty
@@ -62,7 +62,7 @@ class Job:
     program: str = gpt.__file__
     device_budget_bytes: int = 0
     host_budget_bytes: int = 0
-    policy: str = "optimal"
+    planning: dict[str, Any] = field(default_factory=dict)
     hardware_file: str = ""
     record_folder: str = ""
     spill_dir: str = ""
@@ -215,7 +215,7 @@ def _penstock(job: Job) -> Iterator[Method]:
         device_budget=job.device_budget_bytes,
         host_budget=job.host_budget_bytes or None,
         spill_dir=job.spill_dir or None,
-        planning=penstock.PlanOptions(policy=job.policy),
+        planning=penstock.PlanOptions(**job.planning),
         hardware=hardware,
     ) as run:
         method = Method()

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks" / "programs")]
 
+import cnn  # noqa: E402
+import gpt  # noqa: E402
 from methods import UNSETTLED_STEPS, Job, trace_of  # noqa: E402
-from policies import MODELS, budget_of  # noqa: E402
 from step_time import REFERENCE, measure, summary, wide_console  # noqa: E402
 
 import penstock  # noqa: E402
 from papers_bench.rows import Row  # noqa: E402
 from papers_bench.training import Found, Session  # noqa: E402
+from penstock.errors import PenstockError  # noqa: E402
 from penstock.units import format_bytes, format_seconds  # noqa: E402
 
 PAPER = 2.96  # times as fast as torch's own I/O, at most
 FILES = "files"
 POLICIES = ("evict_all", "optimal")
+MODELS: dict[str, tuple[ModuleType, Any, Any]] = {  # the program, and its configuration, also with --quick
+    "GPT": (gpt, gpt.Config(layers=6, width=256, heads=8, context=128, batch=16), gpt.QUICK),
+    "CNN": (cnn, cnn.Config(), cnn.Config(blocks=3, width=24, batch=16)),
+}
 
 
 def feature_maps(session: Session) -> Found:
@@ -44,7 +51,7 @@ def feature_maps(session: Session) -> Found:
             jobs[policy] = Job(
                 "penstock",
                 **common,
-                policy=policy,
+                planning={"policy": policy},
                 device_budget_bytes=budget_bytes,
                 hardware_file=str(session.hardware_file),
             )
@@ -75,3 +82,17 @@ def _spread(row: dict[str, Any]) -> str:
 
 def _resident(row: dict[str, Any]) -> str:
     return format_bytes(row["peak_resident_bytes"])
+
+
+def budget_of(trace: penstock.Trace, hardware: penstock.Hardware, policy: str) -> int:
+    """Half of the peak, or the first twentieth of it more that the policy can reach. At most all
+    of it."""
+    machine = replace(hardware, device_bytes=trace.peak_bytes)
+    for twentieths in range(10, 20):
+        budget_bytes = trace.peak_bytes * twentieths // 20
+        try:
+            penstock.plan(trace, machine, policy, False, False, 1.0, device_budget_bytes=budget_bytes)
+        except PenstockError:
+            continue
+        return budget_bytes
+    return trace.peak_bytes

@@ -16,12 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import gpt  # noqa: E402
+from planning import models  # noqa: E402
 from planning.models import Bottleneck, Vit  # noqa: E402
 
 import penstock  # noqa: E402
 from papers_bench.modnn_networks import NETWORKS  # noqa: E402
 
 CLASSES = 10
+VOCABULARY = 8192
 Program = tuple[nn.Module, torch.optim.Optimizer, Iterator[Any], Callable[[nn.Module, Any], Tensor]]
 
 
@@ -29,11 +31,12 @@ Program = tuple[nn.Module, torch.optim.Optimizer, Iterator[Any], Callable[[nn.Mo
 class Config:
     """One network.
 
-    model   "gpt", "vit", "resnet" or "vgg", or one of moDNN's networks
+    model   "gpt", "llama", "vit", "resnet", "resnet50", "vgg", "lstm" or "dlrm", or one of moDNN's networks
     batch   samples
-    depth   blocks; of a VGG, convolutions in each of its five stages; of moDNN's networks no matter
-    width   channels
-    side    of an image in pixels; of a GPT, characters of context
+    depth   blocks; of a VGG, convolutions in each of its five stages; of an LSTM, layers; of a DLRM, tables;
+            of ResNet-50 and moDNN's networks no matter
+    width   channels; of ResNet-50 no matter
+    side    of an image in pixels; of a GPT, a Llama or an LSTM, tokens of context; of a DLRM, rows of a table
     """
 
     model: str
@@ -78,9 +81,64 @@ class Vgg(nn.Module):
         return self.head(self.features(images).flatten(1))
 
 
+class Llama(nn.Module):
+    """Of transformers. Tokens [batch, context]; logits [batch, vocabulary, context]."""
+
+    def __init__(self, depth: int, width: int, side: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        heads = max(1, width // 64)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width,
+                num_hidden_layers=depth, num_attention_heads=heads, num_key_value_heads=heads,
+                max_position_embeddings=side,
+            )
+        )  # fmt: skip
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits.transpose(1, 2)
+
+
+class Lstm(nn.Module):
+    """A language model. Tokens [batch, context]; logits [batch, vocabulary, context]."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.LSTM(width, width, depth, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.words(tokens))[0]).transpose(1, 2)
+
+
+class Dlrm(nn.Module):
+    """Tables of embeddings; their products with one another, and with what a network makes of 13 numbers."""
+
+    def __init__(self, tables: int, width: int, rows: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        self.dense = nn.Sequential(nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU())
+        products = (tables + 1) * tables // 2
+        self.head = nn.Sequential(
+            nn.Linear(width + products, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 2)
+        )
+
+    def forward(self, numbers_and_rows: tuple[Tensor, Tensor]) -> Tensor:
+        numbers, rows = numbers_and_rows
+        dense = self.dense(numbers)
+        found = [table(rows[:, index]) for index, table in enumerate(self.tables)]
+        vectors = torch.stack([dense, *found], 1)
+        first, second = torch.tril_indices(len(found) + 1, len(found) + 1, -1)
+        products = (vectors @ vectors.transpose(1, 2))[:, first, second]
+        return self.head(torch.cat([dense, products], 1))
+
+
 def build(config: Config) -> Program:
-    """(model, optimizer, batches, loss). Adam for transformers, momentum for the others, as is usual; plain
-    gradient descent for moDNN's networks, as in the paper."""
+    """(model, optimizer, batches, loss). Adam for transformers and the LSTM, momentum for the others, as is
+    usual; plain gradient descent for moDNN's networks, as in the paper."""
     if config.model == "gpt":
         return gpt.build(
             gpt.Config(
@@ -93,20 +151,42 @@ def build(config: Config) -> Program:
             )
         )
     torch.manual_seed(config.seed)
-    if config.model == "vit":
-        model: nn.Module = Vit(config.depth, config.width, max(1, config.width // 64), config.side, 8)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    elif config.model in NETWORKS:
-        model = NETWORKS[config.model].build(config.width, config.side)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    depth, width, side = config.depth, config.width, config.side
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "llama": lambda: Llama(depth, width, side),
+        "vit": lambda: Vit(depth, width, max(1, width // 64), side, 8),
+        "resnet": lambda: ResNet(depth, width),
+        "resnet50": lambda: models.ResNet((3, 4, 6, 3)),
+        "vgg": lambda: Vgg(depth, width, side),
+        "lstm": lambda: Lstm(depth, width),
+        "dlrm": lambda: Dlrm(depth, width, side),
+    }
+    if config.model in NETWORKS:
+        model = NETWORKS[config.model].build(width, side)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     else:
-        model = (
-            ResNet(config.depth, config.width)
-            if config.model == "resnet"
-            else Vgg(config.depth, config.width, config.side)
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    return model, optimizer, _images(config), _loss
+        model = makers[config.model]()
+        if config.model in ("llama", "vit", "lstm"):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    batches = {"llama": _tokens, "lstm": _tokens, "dlrm": _clicks}.get(config.model, _images)
+    return model, optimizer, batches(config), _loss
+
+
+def _tokens(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(config.seed)
+    while True:
+        tokens = torch.randint(VOCABULARY, (config.batch, config.side + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def _clicks(config: Config) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+    generator = torch.Generator().manual_seed(config.seed)
+    while True:
+        numbers = torch.randn(config.batch, 13, generator=generator)
+        rows = torch.randint(config.side, (config.batch, config.depth, 3), generator=generator)
+        yield (numbers, rows), torch.randint(2, (config.batch,), generator=generator)
 
 
 def _images(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
@@ -117,7 +197,7 @@ def _images(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
         yield images, torch.randint(CLASSES, (config.batch,), generator=generator)
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _loss(model: nn.Module, batch: tuple[Any, Tensor]) -> Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
