@@ -251,7 +251,8 @@ build-asan build-tsan: build-%:
 .PHONY: fuzz
 FUZZ_SECONDS := 480
 FUZZ_CLANG ?= $(firstword $(foreach name,clang++ clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
-PYTHON_FUZZ_TARGETS := plan trace hardware timeline io_costs checkpoint_header checkpoint_tree sample text namespace
+PYTHON_FUZZ_TARGETS := plan trace hardware timeline io_costs checkpoint_header checkpoint_tree sample manifest superblock \
+  loader_state text namespace
 fuzz: setup build/atheris/.installed
 	test -n '$(FUZZ_CLANG)' || { echo 'install clang with libFuzzer (Debian: apt install clang)' >&2; exit 2; }
 	$(CMAKE) -S csrc/tests/fuzz -B build/fuzz -D CMAKE_CXX_COMPILER='$(FUZZ_CLANG)'
