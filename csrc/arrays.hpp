@@ -26,16 +26,19 @@ std::span<const T> span(const Column<T>& column) {
   return {column.data(), column.size()};
 }
 
+template <class T>
+using Numpy = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
+
 // An array of memory that `owner` keeps.
 template <class T, class Owner>
-nanobind::object array(T* data, std::size_t size, Owner owner) {
+Numpy<T> array(T* data, std::size_t size, Owner owner) {
   auto* kept = new Owner(std::move(owner));
   const nanobind::capsule capsule(kept, [](void* pointer) noexcept { delete static_cast<Owner*>(pointer); });
-  return nanobind::cast(nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>(data, {size}, capsule));
+  return Numpy<T>(data, {size}, capsule);
 }
 
 template <class T>
-nanobind::object array(std::vector<T> values) {
+Numpy<T> array(std::vector<T> values) {
   auto* data = values.data();
   const auto size = values.size();
   return array(data, size, std::move(values));

@@ -22,6 +22,9 @@ void bind_nvme(nanobind::module_& module);
 void bind_sample_reader(nanobind::module_& module);
 void bind_transfers(nanobind::module_& module);
 
+// A kind of exception of this module.
+PyObject* add_exception(nanobind::module_& module, const char* name, const char* doc);
+
 // A kernel begins that uses the arena's blocks at these addresses; they come back where the arena took them. Gives
 // the number of events pending.
 std::size_t touch_blocks(std::span<const std::uintptr_t> addresses);

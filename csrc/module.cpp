@@ -1,9 +1,19 @@
 // penstock._native: what Python sees of the C++ parts.
+#include <string>
+
 #include "bindings.hpp"
 
 #ifdef PENSTOCK_SEAMS
 #include "random_delays.hpp"
 #endif
+
+PyObject* penstock::add_exception(nanobind::module_& module, const char* name, const char* doc) {
+  const auto full_name = std::string(nanobind::cast<nanobind::str>(module.attr("__name__")).c_str()) + "." + name;
+  auto* type = PyErr_NewExceptionWithDoc(full_name.c_str(), doc, nullptr, nullptr);
+  if (type == nullptr) throw nanobind::python_error();
+  module.attr(name) = nanobind::borrow(type);
+  return type;
+}
 
 NB_MODULE(_native, module) {
   // What a program leaves open ends with its process: no leak worth a message.

@@ -280,9 +280,7 @@ nb::list subsystems_of(const std::string& host, int port, const std::string& hos
 }  // namespace
 
 void bind_nvme(nb::module_& module) {
-  error_type = PyErr_NewExceptionWithDoc("penstock._native.NvmeError", "kind, text.", nullptr, nullptr);
-  if (error_type == nullptr) throw nb::python_error();
-  module.attr("NvmeError") = nb::borrow(error_type);
+  error_type = add_exception(module, "NvmeError", "kind (as in nvme/error.hpp), text.");
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);

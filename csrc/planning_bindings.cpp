@@ -1,8 +1,10 @@
 // What Python sees of the replay and of the search for a better plan. Every array is checked: a wrong one raises
 // ValueError. The columns are made by penstock.simulator and penstock.planners.optimal.search.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -145,7 +147,7 @@ nb::dict run(const Planner& self, const nb::tuple& columns, bool record, bool st
   return result;
 }
 
-nb::object static_bytes_of(const Planner& self, const nb::tuple& columns) {
+Numpy<Bytes> static_bytes_of(const Planner& self, const nb::tuple& columns) {
   const Plan plan(columns, self.trace);
   return array(without_gil([&] { return static_bytes(self.trace, plan.intervals(), plan.kernels()); }));
 }
@@ -187,10 +189,11 @@ void make(Search* self, const nb::dict& trace, const nb::dict& machine, const nb
                     column<Bytes>(trace, "workspace_bytes"), std::move(choices));
 }
 
-nb::object repair(Search& self, const Actions& action, bool pruned) {
+std::optional<Numpy<std::int8_t>> repair(Search& self, const Actions& action, bool pruned) {
   search::State state{copied(action), std::vector<std::int8_t>(action.shape(0))};
   const bool fits = without_gil([&] { return self.repair(state, pruned); });
-  return fits ? array(std::move(state.action)) : nb::none();
+  if (!fits) return std::nullopt;
+  return array(std::move(state.action));
 }
 
 nb::tuple improve(Search& self, const Actions& action, const Actions& late, std::int64_t evaluations, double seconds,

@@ -415,7 +415,7 @@ void bind_arena(nb::module_& module) {
       },
       nb::arg("size_bytes"), nb::arg("pinned"),
       nb::sig("def arena_make_room(size_bytes: int, pinned: list[int]) -> bool"));
-  module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, str]]"));
+  module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, typing.Literal['out', 'in']]]"));
   module.def("arena_own_faults", &own_faults);
   module.def("arena_leave_faults", &leave_faults, nb::call_guard<nb::gil_scoped_release>());
   module.def("arena_in_memory_bytes", [] { return arena().in_memory_bytes(); });

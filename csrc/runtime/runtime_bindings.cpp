@@ -31,6 +31,8 @@ PyType_Slot storages_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&Storag
                                 {0, nullptr}};
 PyType_Slot clock_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&KernelClock::traverse)}, {0, nullptr}};
 
+auto returns(const char* signature) { return nb::for_getter(nb::sig(signature)); }
+
 void bind_storages(nb::module_& module) {
   nb::class_<ManagedStorage>(module, "ManagedStorage", nb::is_weak_referenceable())
       .def(nb::new_([](nb::handle storage, std::int64_t size_bytes, nb::handle died) {
@@ -65,13 +67,18 @@ void bind_storages(nb::module_& module) {
       .def_rw("step", &ManagedStorage::step)
       .def_rw("birth", &ManagedStorage::birth)
       .def_rw("kind", &ManagedStorage::kind)
-      .def_rw("slot", &ManagedStorage::slot, nb::arg().none())
-      .def_rw("hold", &ManagedStorage::hold, nb::arg().none())
-      .def_rw("place", &ManagedStorage::place, nb::arg().none())
-      .def("parts", [](const ManagedStorage& managed) { return parts(&managed); })
-      .def("storage", [](const ManagedStorage& managed) {
-        return managed.reference.is_none() ? nb::object(nb::none()) : managed.reference();
-      });
+      .def_rw("slot", &ManagedStorage::slot, nb::arg().none(), returns("def slot(self) -> typing.Any"))
+      .def_rw("hold", &ManagedStorage::hold, nb::arg().none(), returns("def hold(self) -> typing.Any"))
+      .def_rw("place", &ManagedStorage::place, nb::arg().none(), returns("def place(self) -> typing.Any"))
+      .def(
+          "parts", [](const ManagedStorage& managed) { return parts(&managed); },
+          nb::sig("def parts(self) -> list[ManagedStorage]"))
+      .def(
+          "storage",
+          [](const ManagedStorage& managed) {
+            return managed.reference.is_none() ? nb::object(nb::none()) : managed.reference();
+          },
+          nb::sig("def storage(self) -> typing.Any"));
 
   nb::class_<Storages>(module, "Storages", nb::type_slots(storages_slots))
       .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("on_freed"),
@@ -80,20 +87,25 @@ void bind_storages(nb::module_& module) {
       .def_rw("part_bytes", &Storages::part_bytes)
       .def_prop_ro("has_divided", &Storages::has_divided)
       .def_rw("divisible_bytes", &Storages::divisible_bytes)
-      .def("find", [](const Storages& storages, nb::handle storage) { return found(storages.find(storage.ptr())); })
+      .def(
+          "find", [](const Storages& storages, nb::handle storage) { return found(storages.find(storage.ptr())); },
+          nb::sig("def find(self, storage: object) -> ManagedStorage | None"))
       .def(
           "track",
           [](Storages& storages, nb::handle storage, bool made) { return found(storages.track(storage.ptr(), made)); },
-          nb::arg("storage"), nb::arg("made") = false)
+          nb::arg("storage"), nb::arg("made") = false,
+          nb::sig("def track(self, storage: object, made: bool = False) -> ManagedStorage"))
       .def("divide", [](Storages& storages, ManagedStorage& managed) { storages.divide(managed); }, nb::arg("managed"))
       .def("adopt_results", &Storages::adopt_results, nb::arg("device"), nb::arg("memory"), nb::keep_alive<1, 3>())
-      .def("at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); })
+      .def(
+          "at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); },
+          nb::sig("def at(self, address: int) -> ManagedStorage | None"))
       .def("move_to_end", &Storages::move_to_end, nb::arg("managed"))
       .def("clear_address", &Storages::clear_address, nb::arg("managed"))
       .def("remove_dead", &Storages::remove_dead)
       .def("untrack", [](Storages& storages, nb::handle storage) { storages.untrack(storage.ptr()); })
-      .def("all", &Storages::all)
-      .def("by_use", &Storages::by_use)
+      .def("all", &Storages::all, nb::sig("def all(self) -> list[ManagedStorage]"))
+      .def("by_use", &Storages::by_use, nb::sig("def by_use(self) -> list[ManagedStorage]"))
       .def("all_resident", &Storages::all_resident)
       .def("__len__", &Storages::size);
 }
@@ -126,7 +138,9 @@ void bind_segment(nb::module_& module) {
             for (const auto& [address, free_bytes] : found->free) free.append(nb::make_tuple(address, free_bytes));
             return nb::make_tuple(listed(found->move), listed(found->leave), free);
           },
-          nb::arg("size_bytes"), nb::arg("leaves"))
+          nb::arg("size_bytes"), nb::arg("leaves"),
+          nb::sig("def obstacles(self, size_bytes: int, leaves: Leaves) -> "
+                  "tuple[list[ManagedStorage], list[ManagedStorage], list[tuple[int, int]]] | None"))
       .def_prop_ro("free_bytes", &DeviceSegment::free_bytes)
       .def_prop_ro("largest_free_bytes", &DeviceSegment::largest_free_bytes);
 }
@@ -205,11 +219,12 @@ void bind_runtime(nb::module_& module) {
       .def("divide", &KernelClock::divide, nb::arg("clock"), nb::arg("weight"))
       .def("begin_step", &KernelClock::begin_step, nb::arg("schedule").none())
       .def("follow", &KernelClock::follow, nb::arg("schedule").none())
-      .def("tensor", &KernelClock::tensor)
-      .def("numbered", &KernelClock::numbered, nb::arg("first") = 0)
-      .def("seen", &KernelClock::seen)
+      .def("tensor", &KernelClock::tensor, nb::sig("def tensor(self, index: int) -> ManagedStorage | None"))
+      .def("numbered", &KernelClock::numbered, nb::arg("first") = 0,
+           nb::sig("def numbered(self, first: int = 0) -> list[ManagedStorage]"))
+      .def("seen", &KernelClock::seen, nb::sig("def seen(self) -> list[str]"))
       .def("touched_bytes", &KernelClock::touched_bytes)
-      .def_prop_ro("schedule", &KernelClock::schedule)
+      .def_prop_ro("schedule", &KernelClock::schedule, returns("def schedule(self) -> typing.Any"))
       .def_rw("entered", &KernelClock::entered)
       .def_rw("in_step", &KernelClock::in_step)
       .def_rw("views_need_bytes", &KernelClock::views_need_bytes)

@@ -36,7 +36,7 @@ NameTable table_of(const Directory& directory, const Column<std::uint8_t>& names
   return {directory.shape(0), view(names), span(anchors)};
 }
 
-nb::object sample_lookup(const Directory& directory) {
+Numpy<std::uint8_t> sample_lookup(const Directory& directory) {
   const LookupShape shape(directory.shape(0));
   std::vector<std::uint64_t> words;
   {
@@ -50,7 +50,7 @@ nb::object sample_lookup(const Directory& directory) {
 
 // What `of` makes of stretches that lie back to back from an address on, of which the i-th ends at ends[i].
 template <class Value>
-nb::object of_each(const char* begin, const Column<std::int64_t>& ends, Value (*of)(std::string_view)) {
+Numpy<Value> of_each(const char* begin, const Column<std::int64_t>& ends, Value (*of)(std::string_view)) {
   std::vector<Value> values(ends.size());
   {
     const nb::gil_scoped_release released;
@@ -67,12 +67,12 @@ nb::object of_each(const char* begin, const Column<std::int64_t>& ends, Value (*
   return array(std::move(values));
 }
 
-nb::object sample_sums(std::uintptr_t address, const Column<std::int64_t>& ends) {
+Numpy<std::uint32_t> sample_sums(std::uintptr_t address, const Column<std::int64_t>& ends) {
   return of_each<std::uint32_t>(reinterpret_cast<const char*>(address), ends,
                                 [](std::string_view bytes) { return crc32c(0, bytes.data(), bytes.size()); });
 }
 
-nb::object sample_keys(const Column<std::uint8_t>& names, const Column<std::int64_t>& ends) {
+Numpy<std::uint64_t> sample_keys(const Column<std::uint8_t>& names, const Column<std::int64_t>& ends) {
   if (ends.size() > 0 && ends.data()[ends.size() - 1] > static_cast<std::int64_t>(names.size()))
     throw std::invalid_argument("the names end before their last end");
   return of_each<std::uint64_t>(view(names).data(), ends, [](std::string_view name) { return samples::key_of(name); });
@@ -87,7 +87,7 @@ class SampleNames {
 
   std::int64_t find(const nb::bytes& name) const { return names_.find(view(name)); }
 
-  nb::object find_many(const Column<std::uint8_t>& names, const Column<std::int64_t>& ends) const {
+  Numpy<std::int64_t> find_many(const Column<std::uint8_t>& names, const Column<std::int64_t>& ends) const {
     std::vector<std::int64_t> found(ends.size());
     {
       const nb::gil_scoped_release released;

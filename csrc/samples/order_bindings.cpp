@@ -45,7 +45,7 @@ void construct(SampleOrder* self, const std::string& kind, std::uint64_t samples
   new (self) SampleOrder(std::move(order));
 }
 
-nb::object take(SampleOrder& self, std::uint64_t samples) {
+Numpy<std::int64_t> take(SampleOrder& self, std::uint64_t samples) {
   auto& order = self.get();
   std::vector<std::int64_t> indices;
   {

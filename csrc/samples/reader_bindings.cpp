@@ -1,6 +1,7 @@
 // What Python sees of the sample store's reader.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -74,14 +75,15 @@ struct Held {
 };
 
 // Indices, data and offsets of a batch.
-nb::tuple arrays_of(const std::shared_ptr<SampleBatch>& batch) {
+using BatchArrays = std::tuple<Numpy<std::int64_t>, Numpy<std::uint8_t>, Numpy<std::int64_t>>;
+
+BatchArrays arrays_of(const std::shared_ptr<SampleBatch>& batch) {
   const std::shared_ptr<Held> owner(new Held{batch}, [](Held* held) {
     if (held->process == getpid()) delete held;
   });
-  return nb::make_tuple(
-      array(batch->indices(), batch->size(), owner),
-      array(reinterpret_cast<std::uint8_t*>(batch->data()), batch->data_bytes(), owner),
-      array(batch->offsets(), batch->size() + 1, owner));
+  return {array(batch->indices(), batch->size(), owner),
+          array(reinterpret_cast<std::uint8_t*>(batch->data()), batch->data_bytes(), owner),
+          array(batch->offsets(), batch->size() + 1, owner)};
 }
 
 // -- the reader ----------------------------------------------------------------------------------
@@ -189,14 +191,14 @@ std::shared_ptr<SampleBatch> gather_batch(Reader& reader, std::span<const std::i
   return batch;
 }
 
-nb::object read(PyReader& self, std::int64_t index, double timeout_s) {
+nb::bytes read(PyReader& self, std::int64_t index, double timeout_s) {
   auto& reader = self.get();
   check_index(reader, index);
   const auto sample = static_cast<std::uint64_t>(index);
   const auto extent = reader.find(sample);
   // Only what is whole is allocated as large as an entry says.
   if (extent.size_bytes <= Reader::kReadHereBytes) {
-    auto bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(extent.size_bytes)));
+    auto bytes = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(extent.size_bytes)));
     if (!bytes.is_valid()) throw nb::python_error();
     auto* to = reinterpret_cast<std::byte*>(PyBytes_AsString(bytes.ptr()));
     bool there, right = true;
@@ -215,7 +217,7 @@ nb::object read(PyReader& self, std::int64_t index, double timeout_s) {
   return nb::bytes(batch->data(), batch->data_bytes());
 }
 
-nb::tuple gather(PyReader& self, const Array<std::int64_t, 1>& indices, double timeout_s) {
+BatchArrays gather(PyReader& self, const Array<std::int64_t, 1>& indices, double timeout_s) {
   auto& reader = self.get();
   // A copy: another thread may write to the array once the GIL is released.
   const std::vector<std::int64_t> wanted(indices.data(), indices.data() + indices.shape(0));
@@ -243,8 +245,13 @@ Fetches& fetches_of(const PyReader& self) {
   return *fetches;
 }
 
-// Not by a reference of Python's: the thread that waits here does not keep the reader open.
-nb::object take_fetches(PyReader& self, std::size_t most, double timeout_s) {
+// Ticket, partition, data file, chunk of that file, bit that says it is here; bytes of the file from where to where, and
+// those that are wanted.
+using FetchFields = std::tuple<std::uint64_t, std::size_t, std::size_t, std::uint64_t, int, std::uint64_t,
+                               std::uint64_t, std::uint64_t, std::uint64_t>;
+
+// None once it is closed. Not by a reference of Python's: the thread that waits here does not keep the reader open.
+std::optional<std::vector<FetchFields>> take_fetches(PyReader& self, std::size_t most, double timeout_s) {
   const auto reader = self.share();
   fetches_of(self);
   std::vector<Fetch> taken;
@@ -253,12 +260,12 @@ nb::object take_fetches(PyReader& self, std::size_t most, double timeout_s) {
     const nb::gil_scoped_release release;
     open = reader->reads().take(most, after(timeout_s), taken);
   }
-  if (!open && taken.empty()) return nb::none();
-  nb::list result;
+  if (!open && taken.empty()) return std::nullopt;
+  std::vector<FetchFields> result;
   for (const auto& [ticket, piece] : taken) {
     const auto& [partition, data_file, begin, size_bytes] = piece.extent;
-    result.append(nb::make_tuple(ticket, partition, data_file, piece.chunk, piece.bit, begin, begin + size_bytes,
-                                 piece.wanted.offset, piece.wanted.offset + piece.wanted.size_bytes));
+    result.emplace_back(ticket, partition, data_file, piece.chunk, piece.bit, begin, begin + size_bytes,
+                        piece.wanted.offset, piece.wanted.offset + piece.wanted.size_bytes);
   }
   return result;
 }
@@ -305,8 +312,8 @@ class PyFeed {
   const int process_;
 };
 
-nb::object make_feed(PyReader& self, SampleOrder& order, std::size_t ahead, std::uint64_t prefetch_bytes,
-                     bool skip_damaged) {
+PyFeed* make_feed(PyReader& self, SampleOrder& order, std::size_t ahead, std::uint64_t prefetch_bytes,
+                  bool skip_damaged) {
   self.get();
   auto reader = self.share();
   std::shared_ptr<Order> handed(order.hand_over());
@@ -318,10 +325,10 @@ nb::object make_feed(PyReader& self, SampleOrder& order, std::size_t ahead, std:
   } catch (const std::system_error& error) {  // no thread
     raise({Fault::read, {}, -1, error.code().value()});
   }
-  return nb::cast(new PyFeed(std::move(feed), self.process()), nb::rv_policy::take_ownership);
+  return new PyFeed(std::move(feed), self.process());
 }
 
-nb::object bread(PyFeed& self, std::int64_t samples, double timeout_s) {
+std::optional<BatchArrays> bread(PyFeed& self, std::int64_t samples, double timeout_s) {
   if (samples < 1) throw nb::value_error("a batch has at least one sample");
   auto& feed = self.get();
   std::shared_ptr<SampleBatch> batch;
@@ -331,18 +338,15 @@ nb::object bread(PyFeed& self, std::int64_t samples, double timeout_s) {
     return outcome != Feed::Outcome::late;
   });
   if (!there) raise(feed.late());
-  if (outcome == Feed::Outcome::end) return nb::none();
+  if (outcome == Feed::Outcome::end) return std::nullopt;
   return arrays_of(batch);
 }
 
 }  // namespace
 
 void bind_sample_reader(nb::module_& module) {
-  failure_type = PyErr_NewExceptionWithDoc("penstock._native.SampleFailure",
-                                           "kind, partition, data_file, offset, size_bytes, sample, errno.", nullptr,
-                                           nullptr);
-  if (failure_type == nullptr) throw nb::python_error();
-  module.attr("SampleFailure") = nb::borrow(failure_type);
+  failure_type = add_exception(module, "SampleFailure",
+                               "kind, partition, data_file, offset, size_bytes, sample (-1: several), errno.");
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);

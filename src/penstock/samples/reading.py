@@ -230,7 +230,7 @@ class Reader:
         size_bytes = sum(self._directories[number].manifest.size_bytes for number in local)
         return choose_io(self._options.io, size_bytes, available_bytes(), can_direct)
 
-    def _partition(self, number: int) -> _native.SamplePartition:
+    def _partition(self, number: int) -> tuple[object, ...]:
         directory = self._directories[number]
         data_files = [
             (data_file.samples, data_file.chunks, data_file.size_bytes, *opened.target())
