@@ -18,7 +18,7 @@ import penstock
 from penstock import planners
 from penstock.planners import Decision, Policy, Problem
 from penstock.planners.flashneuron import OwnRuntime, choose, decide
-from penstock.planners.g10 import algorithm_1
+from penstock.planners.g10 import g10
 from penstock.planners.rules import FITS
 
 
@@ -46,16 +46,16 @@ def _largest_kernel_bytes(trace: penstock.Trace) -> int:
 
 
 def g10_artifact(problem: Problem) -> Decision:
-    return algorithm_1(problem, as_artifact=True)
+    return g10(problem, as_artifact=True)
 
 
 def g10_host(problem: Problem) -> Decision:
-    return algorithm_1(problem, spill=("disk", "host"), as_artifact=True)
+    return g10(problem, spill=("disk", "host"), as_artifact=True)
 
 
 def g10_gds(problem: Problem) -> Decision:
     tiers = ("disk",) if problem.hardware.disk_bytes else ("host",)
-    return algorithm_1(problem, tiers, tiers, as_artifact=True)
+    return g10(problem, tiers, tiers, as_artifact=True)
 
 
 POLICIES: dict[str, Policy] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.capture.tracer import fake_mode, trace
-from penstock.core.arguments import described, require_types
+from penstock.core.arguments import require_types, type_phrase
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
@@ -64,7 +64,7 @@ def best_batch(
     require_types(hardware=hardware)
     if not callable(make_step):
         raise InvalidArgument(
-            f"make_step is {described(make_step)}: give a function of the number of samples"
+            f"make_step is {type_phrase(make_step)}: give a function of the number of samples"
         )
     budget = hardware.device_bytes if device_budget_bytes is None else parse_budget(device_budget_bytes)
 

@@ -30,7 +30,7 @@ from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, Tens
 from penstock.capture.regions import compiled_regions_visible, region_inputs
 from penstock.capture.roofline import estimator, measure_cpu
 from penstock.capture.slices import extent, part_sizes, run_in_parts
-from penstock.core.arguments import described
+from penstock.core.arguments import type_phrase
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.driver import Driver
@@ -410,7 +410,7 @@ def trace(
     """
     if not callable(step):
         raise InvalidArgument(
-            f"step is {described(step)}: give a function without arguments that runs one iteration"
+            f"step is {type_phrase(step)}: give a function without arguments that runs one iteration"
         )
     if not fake:
         return _trace_real(step, torch.device(device), warmup)

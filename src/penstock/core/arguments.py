@@ -19,9 +19,9 @@ def require_types(**given: object) -> None:
     for name, value in given.items():
         kind, remedy = _WANTED[name]
         if not isinstance(value, kind):
-            raise InvalidArgument(f"{name} is {described(value)}: give {remedy}")
+            raise InvalidArgument(f"{name} is {type_phrase(value)}: give {remedy}")
 
 
-def described(value: object) -> str:
+def type_phrase(value: object) -> str:
     """``"of type str"``, ``"the class AdamW"``."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -41,12 +41,7 @@ _EXACT = 1 - 1e-9  # transfers that end with a kernel, up to rounding, end with 
 SAFETY = 2.5  # of a period's length over the time of one copy: there, back, and half as much again
 
 
-def g10(problem: Problem) -> Decision:
-    """Algorithm 1 over disk and host, and what is left to the host first."""
-    return algorithm_1(problem)
-
-
-def algorithm_1(
+def g10(
     problem: Problem,
     tiers: tuple[str, ...] = ("disk", "host"),
     spill: tuple[str, ...] = ("host", "disk"),

@@ -14,7 +14,7 @@ from penstock.capture.operators import storages_in
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.capture.probe import device_name, probe
 from penstock.capture.roofline import measure_cpu
-from penstock.core.arguments import described, require_types
+from penstock.core.arguments import require_types, type_phrase
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.plan import Plan
 from penstock.errors import BudgetTooSmall, InvalidArgument, SpillError
@@ -262,10 +262,10 @@ def _require_types(model: object, optimizer: object, plan: object, hardware: obj
     require_types(**{name: value for name, value in given.items() if value is not None})
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
-            f"model is {described(model)}: give a torch.nn.Module; of several, a torch.nn.ModuleList"
+            f"model is {type_phrase(model)}: give a torch.nn.Module; of several, a torch.nn.ModuleList"
         )
     if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
-        raise InvalidArgument(f"optimizer is {described(optimizer)}: give a torch.optim.Optimizer")
+        raise InvalidArgument(f"optimizer is {type_phrase(optimizer)}: give a torch.optim.Optimizer")
 
 
 def _device_of(model: torch.nn.Module | None, device: str | torch.device | None) -> torch.device:

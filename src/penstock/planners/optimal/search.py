@@ -16,7 +16,7 @@ from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Periods, Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
-from penstock.planners.g10 import algorithm_1
+from penstock.planners.g10 import g10
 from penstock.planners.problem import Decision, Problem
 from penstock.simulator import (
     ACTIONS,
@@ -203,7 +203,7 @@ def seeds(problem: Problem, choices: Choices, fractions: FloatArray | None) -> I
         yield round_fractions(problem.trace, choices, fractions)
     yield np.zeros(len(choices), dtype=np.int8)
     with contextlib.suppress(SpillSpaceFull, InvalidArgument):  # where G10 finds no plan, others may
-        yield actions_of(choices, algorithm_1(problem, as_artifact=True).evictions)
+        yield actions_of(choices, g10(problem, as_artifact=True).evictions)
 
 
 def actions_of(
