@@ -293,6 +293,22 @@ def test_nothing_is_removed_for_one_that_cannot_be_looked_at(
         assert same(checkpoint.load(manager.latest())["a"], frozen)
 
 
+def test_the_header_of_a_checkpoint_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[Path]()
+
+    class Counted(listing.Source):
+        def __init__(self, path: Path) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(listing, "Source", Counted)
+    with Manager(tmp_path) as manager:
+        for step in range(2):
+            manager.save({"a": numbers(100_000)}, step, wait=True)
+    Manager(tmp_path).close()
+    assert [path.name[:15] for path in opened] == [f"step-{step:010d}" for step in (0, 1, 0, 1)]
+
+
 def test_what_cannot_be_opened_just_now_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

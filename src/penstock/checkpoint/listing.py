@@ -57,7 +57,7 @@ def ls(directory: PathLike) -> list[Saved]:
     Raises CheckpointError where it cannot be read.
     """
     folder = folder_of(directory)
-    return [look_at(folder.at(name)) for name in folder.identities()]
+    return [look_at(folder.at(name))[0] for name in folder.identities()]
 
 
 def folder_of(directory: PathLike) -> Folder | Objects:
@@ -65,8 +65,9 @@ def folder_of(directory: PathLike) -> Folder | Objects:
     return Objects(str(directory)) if is_object_url(directory) else Folder(path_of(directory))
 
 
-def look_at(path: Path | ObjectPath) -> Saved:
-    """The checkpoint at ``path``, which has a name of `Folder.name_of`.
+def look_at(path: Path | ObjectPath) -> tuple[Saved, dict[str, Reference]]:
+    """The checkpoint at ``path``, which has a name of `Folder.name_of`; and its tensors by name, as another
+    checkpoint beside it can refer to them.
 
     Raises CheckpointError where the next attempt may well find it whole.
     """
@@ -75,21 +76,16 @@ def look_at(path: Path | ObjectPath) -> Saved:
         with Source(path) as source:
             elsewhere = tuple(volume.source.path.name for volume in source.volumes[1:])
             tensor_bytes = sum(entry.size_bytes for entry in source.entries)
-            return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere)
+            tensors = {
+                entry.name: Reference(volume.source.path.name, entry)
+                for volume in source.volumes
+                for entry in map(volume.source.header.entries.__getitem__, volume.indexes)
+            }
+            return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere), tensors
     except CheckpointError as error:
         if error.errno in _PASSING:
             raise
-        return Saved(step, str(path), 0, problem=str(error))
-
-
-def tensors_of(path: Path | ObjectPath) -> dict[str, Reference]:
-    """Where the tensors of a checkpoint lie, by name, as another one beside it can refer to them."""
-    with Source(path) as source:
-        return {
-            entry.name: Reference(volume.source.path.name, entry)
-            for volume in source.volumes
-            for entry in map(volume.source.header.entries.__getitem__, volume.indexes)
-        }
+        return Saved(step, str(path), 0, problem=str(error)), {}
 
 
 def referring_to(path: Path) -> list[str]:

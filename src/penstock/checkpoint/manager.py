@@ -14,7 +14,7 @@ from typing import Any
 from penstock.checkpoint import increments
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.header import Reference
-from penstock.checkpoint.listing import Saved, folder_of, look_at, tensors_of
+from penstock.checkpoint.listing import Saved, folder_of, look_at
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.saving import Metadata, contents_of, save_in_background, save_now
 from penstock.checkpoint.source import PathLike
@@ -70,15 +70,14 @@ class Manager(files.Closing):
             # By name, in the order of their steps. Never changed in place: the background replaces it.
             self._saved: dict[str, Saved] = {}
             self._identities = self._folder.identities()
+            self._known: dict[str, Reference] = {}  # tensors of the newest, to which others may refer
             for name in self._identities:
-                found = look_at(self._folder.at(name))
+                found, tensors = look_at(self._folder.at(name))
                 if found.problem:
                     logger.warning("%s is not counted, and left alone: %s", found.path, found.problem)
                 else:
                     self._saved[name] = found
-            self._known: dict[str, Reference] = {}
-            if self._saved and self._folder.is_exclusive:
-                self._known = tensors_of(self._folder.at(next(reversed(self._saved))))
+                    self._known = tensors if self._folder.is_exclusive else {}
         except BaseException:
             self._folder.release()
             raise
@@ -187,7 +186,7 @@ class Manager(files.Closing):
 
     def _add(self, path: Path | ObjectPath) -> None:
         """The new checkpoint is durable: count it, and remove what is to be kept no longer."""
-        known, found, there = tensors_of(path), look_at(path), self._folder.identities()
+        (found, known), there = look_at(path), self._folder.identities()
         if found.problem:  # what it needs is not known: nothing is removed
             raise CheckpointError(found.problem)
         # Of the others they stay as they were: those may be other files by now.
