@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -219,6 +221,39 @@ def test_a_server_that_stays_away_is_one_error_which_names_the_object(
         assert store.damaged == []
         served.answer = lambda path, number: None
         assert epoch_of(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+
+
+def test_a_server_that_hangs_keeps_no_file_open(served: HttpServer, tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    store = samples.mount(served.url, cache_bytes="64KiB", cache_dir=tmp_path / "cache")
+    asked = len(served.requests)
+    served.answer = lambda path, number: None if goes_on.wait(60) else 503
+    store.sequence()
+
+    def wait() -> None:
+        with pytest.raises(SampleError, match="closed"):
+            store.bread(7)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while len(served.requests) == asked:
+        time.sleep(0.01)
+    store.close()
+    waiting.join()
+    assert not goes_on.is_set()
+    goes_on.set()
+    end_s = time.monotonic() + 30
+    while any("penstock-samples" in each for each in open_files()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def open_files() -> list[str]:
+    found = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{each}"))
+    return [path for path in found if not path.endswith(("/users", "/lock"))]
 
 
 def epoch_of(store: samples.Store) -> dict[int, bytes]:

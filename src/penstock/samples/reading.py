@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.samples.layout import data_file_name
 from penstock.samples.objects.cache import CacheOptions
 from penstock.samples.objects.fetching import Fetcher
 from penstock.samples.order import ORDERS
-from penstock.samples.places import StoreFile
+from penstock.samples.places import Place, StoreFile
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -210,14 +211,13 @@ class Reader:
                     _CLOSE_TIMEOUT_S,
                 )
                 return
-            if self._fetcher is not None and not self._fetcher.close():
-                return  # its files are left behind, too
-            for files in self._files:
-                for opened in files:
-                    opened.close()
-            for directory in self._directories:
-                directory.place.close()
+            closing: list[StoreFile | Place] = [each for files in self._files for each in files]
+            closing += [directory.place for directory in self._directories]
             self._files = []
+            if self._fetcher is None:
+                _close_all(closing)
+            else:
+                self._fetcher.close(partial(_close_all, closing))
 
     def _choose_io(self) -> IoPath:
         """For what lies on this machine: what lies on others never passes through the page cache."""
@@ -239,6 +239,11 @@ class Reader:
         chunks = directory.chunks.view(np.uint8).reshape(-1, 16)
         chunk_bytes = directory.manifest.chunk_bytes
         return directory.entries, directory.sums, chunks, directory.large, chunk_bytes, data_files
+
+
+def _close_all(closing: Sequence[StoreFile | Place]) -> None:
+    for each in closing:
+        each.close()
 
 
 def _copy_threads(wanted: int | None) -> int:

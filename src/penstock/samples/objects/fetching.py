@@ -26,7 +26,7 @@ logger = logging.getLogger("penstock")
 
 REQUESTS_AT_ONCE = 32
 _LOOK_S = 1.0
-_CLOSE_S = 5.0
+_CLOSE_S = 0.3
 
 
 class Fetched(NamedTuple):
@@ -59,6 +59,8 @@ class Fetcher:
         self._bringing: dict[tuple[int, int, int, int], list[int]] = {}  # tickets that wait for the same
         self.requests = self.fetched_bytes = 0
         self._threads: list[threading.Thread] = []
+        self._running = 0
+        self._then: Callable[[], None] | None = None
         for _ in range(REQUESTS_AT_ONCE):
             thread = threading.Thread(target=self._run, name="penstock-fetch", daemon=True)
             try:
@@ -68,18 +70,32 @@ class Fetcher:
                     raise
                 break
             self._threads.append(thread)
+            with self._lock:
+                self._running += 1
 
-    def close(self) -> bool:
-        """After the reader was closed: wait for what is being kept. False: a request goes on."""
+    def close(self, then: Callable[[], None]) -> None:
+        """After the reader was closed. ``then`` is called once no thread uses the files any more: by the last
+        of them, where a server does not answer, for which this does not wait."""
         end_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._lock:
+            if self._running:
+                self._then = then
+                return
+        then()
 
     def _run(self) -> None:
-        while (taken := self._reader.take_fetches(1, _LOOK_S)) is not None:
-            for each in taken:
-                self._bring(*each)
+        try:
+            while (taken := self._reader.take_fetches(1, _LOOK_S)) is not None:
+                for each in taken:
+                    self._bring(*each)
+        finally:
+            with self._lock:
+                self._running -= 1
+                then = None if self._running else self._then
+            if then is not None:
+                then()
 
     def _bring(
         self,
