@@ -7,7 +7,6 @@
 
 #include <dlfcn.h>
 
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <stdexcept>
@@ -53,6 +52,23 @@ bool check(Answer answer, std::uintptr_t address, int error = ENOMEM) {
     throw std::invalid_argument("no block of the arena starts at address " + std::to_string(address));
   if (answer == Answer::kError) raise_os_error(error);
   return answer == Answer::kYes;
+}
+
+// What a call on a block answers, and the errno that it leaves.
+template <class Call>
+bool checked(std::uintptr_t address, Call call) {
+  int error = 0;
+  const auto answer = call(pointer(address), &error);
+  return check(answer, address, error);
+}
+
+// For calls that may read or write files.
+bool without_gil(Answer (Arena::*call)(void*, int*), std::uintptr_t address) {
+  auto& current = arena();
+  return checked(address, [&](void* block, int* error) {
+    const nb::gil_scoped_release release;
+    return (current.*call)(block, error);
+  });
 }
 
 std::uint64_t budget(std::optional<std::uint64_t> budget_bytes) { return budget_bytes.value_or(kUnlimited); }
@@ -133,9 +149,7 @@ std::optional<Packed> pack_block(std::uintptr_t address, Codec codec, std::size_
 }
 
 bool leave_packed(std::uintptr_t address, const Packed& packed) {
-  int error = 0;
-  const auto answer = arena().leave_packed(pointer(address), packed.copy, &error);
-  return check(answer, address, error);
+  return checked(address, [&](void* block, int* error) { return arena().leave_packed(block, packed.copy, error); });
 }
 
 bool packed_written(std::uintptr_t address, const Packed& packed, const Segments& segments, bool keeps) {
@@ -185,18 +199,6 @@ bool hold(std::uintptr_t address, int change, bool writable) {
   return known;
 }
 
-// For calls that may read or write files.
-bool without_gil(Answer (Arena::*call)(void*, int*), std::uintptr_t address) {
-  auto& current = arena();
-  int error = 0;
-  Answer answer;
-  {
-    const nb::gil_scoped_release release;
-    answer = (current.*call)(pointer(address), &error);
-  }
-  return check(answer, address, error);
-}
-
 const char* state(std::uintptr_t address) {
   Arena::State state{};
   check(arena().state(pointer(address), &state), address);
@@ -211,8 +213,7 @@ const char* state(std::uintptr_t address) {
 }
 
 void forget_copy(std::uintptr_t address) {
-  int error = 0;
-  if (!check(arena().forget_copy(pointer(address), &error), address, error))
+  if (!checked(address, [](void* block, int* error) { return arena().forget_copy(block, error); }))
     throw std::runtime_error("the block at address " + std::to_string(address) +
                              " is out, and its copy is all there is: bring it in first");
 }
@@ -244,18 +245,14 @@ nb::object wait_for_question(double seconds) {
 
 bool take(std::uintptr_t address, std::uintptr_t from) {
   auto& current = arena();
-  int error = 0;
-  Answer answer;
-  {
+  return checked(address, [&](void* block, int* error) {
     const nb::gil_scoped_release release;
-    answer = current.take(pointer(address), pointer(from), &error);
-  }
-  return check(answer, address, error);
+    return current.take(block, pointer(from), error);
+  });
 }
 
 void keep_for(std::uintptr_t address, int change) {
-  int error = 0;
-  check(arena().keep_for(pointer(address), change, &error), address, error);
+  checked(address, [&](void* block, int* error) { return arena().keep_for(block, change, error); });
 }
 
 nb::list events() {
@@ -418,7 +415,6 @@ void bind_arena(nb::module_& module) {
   module.def("arena_events", &events, nb::sig("def arena_events() -> list[tuple[int, typing.Literal['out', 'in']]]"));
   module.def("arena_own_faults", &own_faults);
   module.def("arena_leave_faults", &leave_faults, nb::call_guard<nb::gil_scoped_release>());
-  module.def("arena_in_memory_bytes", [] { return arena().in_memory_bytes(); });
   module.def("arena_set_fault_timeout", &set_fault_timeout, nb::arg("seconds"));
 }
 

@@ -65,7 +65,7 @@ class Mailbox {
   Request* next(std::int64_t wait_ns) {
     const auto deadline = now_ns() + wait_ns;
     for (;;) {
-      const auto seen = rung_.load();
+      const auto seen = asked_.load();
       for (auto& request : requests_) {
         std::uint32_t state = Request::kGivenUp;
         request.state.compare_exchange_strong(state, Request::kFree);
@@ -74,7 +74,7 @@ class Mailbox {
       }
       const auto left = deadline - now_ns();
       if (left <= 0 || closed_.load()) return nullptr;
-      futex_wait(rung_, seen, left);
+      futex_wait(asked_, seen, left);
     }
   }
 
@@ -108,12 +108,12 @@ class Mailbox {
   }
 
   void ring() {
-    rung_.fetch_add(1);
-    futex_wake(rung_);
+    asked_.fetch_add(1);
+    futex_wake(asked_);
   }
 
   std::array<Request, 64> requests_;
-  std::atomic<std::uint32_t> rung_{0};
+  std::atomic<std::uint32_t> asked_{0};
   std::atomic<bool> closed_{false};
 };
 

@@ -1,7 +1,6 @@
 // Memory that bytes are read into before they appear in their block.
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <utility>
 

@@ -73,7 +73,7 @@ constexpr std::size_t kBounceBytes = std::size_t{1} << 20;
 
 // Through a file in memory: the kernel copies what may be taken away meanwhile, and says so.
 int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std::uint64_t offset, double* unsettled_s) {
-  nvme::Remains remains;
+  nvme::StillInUse in_use;
   const int file = memfd_create("penstock-swap", MFD_CLOEXEC);
   if (file < 0) return errno;
   const auto length = std::min(size_bytes, kBounceBytes);
@@ -93,14 +93,14 @@ int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std:
       else if (errno != EINTR && errno != EAGAIN)
         error = errno;
     }
-    if (error == 0) error = nvme::move_and_wait(true, handle, static_cast<std::byte*>(bounce), wanted, offset, &remains);
+    if (error == 0) error = nvme::move_and_wait(true, handle, static_cast<std::byte*>(bounce), wanted, offset, &in_use);
     data += wanted;
     offset += wanted;
     size_bytes -= wanted;
   }
-  if (bounce != MAP_FAILED && !remains.abandoned) munmap(bounce, length);  // who reads on finds nothing of others
+  if (bounce != MAP_FAILED && !in_use.abandoned) munmap(bounce, length);  // who reads on finds nothing of others
   close(file);
-  if (unsettled_s != nullptr) *unsettled_s = remains.unsettled_s;
+  if (unsettled_s != nullptr) *unsettled_s = in_use.unsettled_s;
   return error;
 }
 
@@ -179,17 +179,17 @@ int read_fully(int file, char* data, std::size_t size_bytes, std::uint64_t offse
 
 int read_segments(const std::vector<Segment>& segments, Handle direct, Handle buffered, char* destination,
                   const Segment** failed, bool* abandoned) {
-  nvme::Remains remains;
+  nvme::StillInUse in_use;
   for (const auto& segment : segments) {
     const auto file = direct >= 0 && segment.file == buffered ? direct : segment.file;
     auto* const data = destination + segment.begin;
     const int error = is_namespace(file)
                           ? nvme::move_and_wait(false, file, reinterpret_cast<std::byte*>(data), segment.size_bytes,
-                                                segment.file_offset, &remains)
+                                                segment.file_offset, &in_use)
                           : read_fully(static_cast<int>(file), data, segment.size_bytes, segment.file_offset);
     if (error == 0) continue;
     if (failed != nullptr) *failed = &segment;
-    if (abandoned != nullptr) *abandoned = remains.abandoned;
+    if (abandoned != nullptr) *abandoned = in_use.abandoned;
     return error;
   }
   return 0;

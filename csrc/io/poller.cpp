@@ -50,13 +50,13 @@ void PollIo::wait() {
   std::vector<pollfd> polled;
   for (const auto& message : waiting_)
     polled.push_back({message.socket, static_cast<short>(message.send ? POLLOUT : POLLIN), 0});
-  polled.push_back({bell_.number(), POLLIN, 0});
+  polled.push_back({event_.number(), POLLIN, 0});
   if (poll(polled.data(), polled.size(), results_.empty() ? kLongestWaitMs : 0) < 0) {
     if (errno == EINTR) return;
     throw std::system_error(errno, std::generic_category(), "poll");
   }
   if (polled.back().revents != 0) {
-    bell_.clear();
+    event_.clear();
     woken_ = false;
   }
   std::size_t kept = 0;
@@ -73,7 +73,7 @@ bool PollIo::next(Result& result) {
 }
 
 void PollIo::wake() {
-  if (!woken_.exchange(true)) bell_.ring();
+  if (!woken_.exchange(true)) event_.notify();
 }
 
 }  // namespace penstock

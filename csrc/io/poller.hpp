@@ -7,7 +7,7 @@
 #include <deque>
 #include <vector>
 
-#include "io/bell.hpp"
+#include "io/event_fd.hpp"
 #include "io/io.hpp"
 
 namespace penstock {
@@ -41,7 +41,7 @@ class PollIo final : public SocketIo {
   };
   bool try_now(const Message& message);
 
-  Bell bell_;
+  EventFd event_;
   std::deque<Result> results_;
   std::vector<Message> fresh_, waiting_;
   std::atomic<bool> woken_ = false;

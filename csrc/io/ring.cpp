@@ -1,9 +1,7 @@
 #include "io/ring.hpp"
 
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -56,8 +54,6 @@ Ring::Ring(unsigned depth) {
   ring_.number = setup(depth + 1, parameters);  // one more: the wait for a wake
   if (!(parameters.features & IORING_FEAT_RW_CUR_POS)) fail(ENOSYS, "io_uring of this kernel");  // 5.6
   limits_waits_ = (parameters.features & IORING_FEAT_EXT_ARG) != 0;  // 5.11
-  event_.number = eventfd(0, EFD_CLOEXEC);
-  if (event_.number < 0) fail(errno, "eventfd");
   const auto& sq = parameters.sq_off;
   const auto& cq = parameters.cq_off;
   // One mapping has both queues since 5.4.
@@ -129,7 +125,7 @@ void Ring::prepare(const Operation& operation, std::uint64_t tag) {
 }
 
 void Ring::await_wake() {
-  prepare({false, event_.number, 0, reinterpret_cast<std::byte*>(&event_value_), sizeof event_value_},
+  prepare({false, event_.number(), 0, reinterpret_cast<std::byte*>(&event_value_), sizeof event_value_},
           kWakeTag);
 }
 
@@ -178,10 +174,7 @@ bool Ring::next(Result& result) {
 }
 
 void Ring::wake() {
-  if (woken_.exchange(true)) return;
-  const std::uint64_t one = 1;
-  while (write(event_.number, &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  if (!woken_.exchange(true)) event_.notify();
 }
 
 }  // namespace penstock

@@ -48,7 +48,8 @@ class Ring final : public SocketIo {
   void enter(unsigned wait_for);  // which ends by itself after a while
   void await_wake();
 
-  Descriptor ring_, event_;
+  Descriptor ring_;
+  const EventFd event_{0};
   Mapping queues_, entries_;
   unsigned *submission_tail_, *submission_mask_, *submission_array_;
   unsigned *completion_head_, *completion_tail_, *completion_mask_;

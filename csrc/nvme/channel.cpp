@@ -1,6 +1,5 @@
 #include "nvme/channel.hpp"
 
-#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -59,13 +58,13 @@ bool wait_for(int socket, short events, const Deadline& deadline) {
     const auto milliseconds =
         std::chrono::ceil<std::chrono::milliseconds>(std::max(left, Clock::duration::zero()));
     pollfd waited[2] = {{socket, events, 0},
-                        {deadline.bell != nullptr ? deadline.bell->number() : -1, POLLIN, 0}};
+                        {deadline.event != nullptr ? deadline.event->number() : -1, POLLIN, 0}};
     const auto ready = poll(waited, 2, static_cast<int>(std::min<std::int64_t>(milliseconds.count(), 3600000)));
     if (ready < 0 && errno != EINTR) fail(errno, "poll");
     if (ready > 0 && waited[0].revents != 0) return true;
     if (ready > 0 && waited[1].revents != 0) {
-      deadline.bell->clear();
-      if (deadline.bell_ends) return false;
+      deadline.event->clear();
+      if (deadline.event_ends) return false;
     }
     if (Clock::now() >= deadline.until) return false;
   }

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "io/bell.hpp"
+#include "io/event_fd.hpp"
 #include "nvme/connection.hpp"
 #include "nvme/error.hpp"
 
@@ -37,10 +37,10 @@ class Socket {
 // The end of a wait. `look` is called periodically meanwhile, and ends the wait by what it throws.
 struct Deadline {
   Clock::time_point until;
-  const Bell* bell = nullptr;  // calls `look` at once
+  const EventFd* event = nullptr;  // calls `look` at once
   std::function<void()> look = {};
   Clock::duration period = std::chrono::hours(1);
-  bool bell_ends = false;  // the wait
+  bool event_ends = false;  // the wait
 };
 
 // Waits until the socket is ready for one of `events`. False: the time is over.

@@ -83,7 +83,7 @@ bool Controller::close(double timeout_s) {
   if (users_ > 0) --users_;
   if (users_ > 0) return true;
   closing_ = true;
-  bell_.ring();
+  event_.notify();
   const bool ended = changed_.wait_for(lock, seconds(timeout_s), [this] { return ended_; });
   if (!thread_.joinable()) return ended;
   auto thread = std::move(thread_);
@@ -101,7 +101,7 @@ bool Controller::close(double timeout_s) {
 Deadline Controller::deadline(double timeout_s) {
   const auto period =
       std::min(seconds(options_.command_timeout_s) / 4, Clock::duration(std::chrono::seconds(1)));
-  return {Clock::now() + seconds(timeout_s), &bell_, [this] { watch(); }, std::max(period, seconds(0.001))};
+  return {Clock::now() + seconds(timeout_s), &event_, [this] { watch(); }, std::max(period, seconds(0.001))};
 }
 
 // While the thread waits for anything: a close, or a loss that an Io saw, ends the wait.
@@ -138,7 +138,7 @@ void Controller::run() {
         if (!go_on(Error(Kind::lost, "memory is short"), begun, pause)) break;
       }
     }
-  } catch (...) {  // such as a bell that the program has closed, or memory that is short for an error, too
+  } catch (...) {  // such as an eventfd that the program has closed, or memory that is short for an error, too
     broken = std::current_exception();
   }
   association_.reset();
@@ -207,7 +207,7 @@ bool Controller::wait_before_retry(Clock::duration pause) {
     waiting.until = Clock::now() + kFirstPause;
     wait_for(-1, 0, waiting);
     waiting.until = Clock::now() + pause;
-    waiting.bell_ends = true;
+    waiting.event_ends = true;
     while (!reconnect_now_.exchange(false) && Clock::now() < waiting.until) wait_for(-1, 0, waiting);
   } catch (const Error&) {
     return false;
@@ -255,8 +255,8 @@ void Controller::serve() {
       const std::lock_guard lock(mutex_);
       waiting.until = std::min(next_keep_alive, next_tick_);
     }
-    waiting.bell_ends = true;
-    // The bell may have rung, and been cleared, during a wait for an answer.
+    waiting.event_ends = true;
+    // It may have been notified, and cleared, during a wait for an answer.
     if (!asked_) wait_for(association_->socket(), POLLIN, waiting);
   }
 }
@@ -468,12 +468,12 @@ View Controller::look(IoClient& client) {
 
 void Controller::reconnect_now() {
   reconnect_now_ = true;
-  bell_.ring();
+  event_.notify();
 }
 
 void Controller::call_thread() {
   asked_ = true;
-  bell_.ring();
+  event_.notify();
 }
 
 std::string Controller::why_down() {
@@ -492,14 +492,14 @@ void Controller::report_loss(std::uint64_t generation, Kind kind, std::string_vi
   } catch (const std::bad_alloc&) {
     reported_ = std::current_exception();
   }
-  bell_.ring();
+  event_.notify();
 }
 
 void Controller::wake_by(Clock::time_point time) {
   const std::lock_guard lock(mutex_);
   if (time >= next_tick_) return;
   next_tick_ = time;
-  bell_.ring();
+  event_.notify();
 }
 
 // No longer than a command may take.

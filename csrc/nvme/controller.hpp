@@ -106,7 +106,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
 
   const Options options_;
   const int process_;
-  Bell bell_;
+  EventFd event_;
   std::atomic<bool> asked_ = false;  // something for the thread to do
   std::atomic<bool> reconnect_now_ = false;
   std::thread thread_;

@@ -6,8 +6,8 @@ namespace penstock::nvme {
 void flush(Controller& controller, std::uint32_t nsid) {
   controller.require_own_process();
   const auto& options = controller.options();
-  const auto bell = std::make_shared<Bell>();
-  const auto client = controller.add_client([bell] { bell->ring(); });
+  const auto event = std::make_shared<EventFd>();
+  const auto client = controller.add_client([event] { event->notify(); });
   std::unique_ptr<Channel> channel;
   View view{};
   const auto leave = [&] {
@@ -27,7 +27,7 @@ void flush(Controller& controller, std::uint32_t nsid) {
       }
       if (Clock::now() >= until)
         throw Error(Kind::timeout, view.why.empty() ? options.url() + ": no queue for a flush" : view.why);
-      wait_for(-1, 0, {until, bell.get(), {}, std::chrono::hours(1), true});
+      wait_for(-1, 0, {until, event.get(), {}, std::chrono::hours(1), true});
     }
   };
   const auto interrupted = [&] {
@@ -44,14 +44,14 @@ void flush(Controller& controller, std::uint32_t nsid) {
       try {
         const auto until = Clock::now() + seconds(options.command_timeout_s);
         const auto completion =
-            channel->execute(command, {until, bell.get(), interrupted, std::chrono::hours(1)});
+            channel->execute(command, {until, event.get(), interrupted, std::chrono::hours(1)});
         if (completion.status == 0) break;
         if ((completion.status & kDoNotRetry) != 0 || tries == kMostTries)
           throw Error(status_code(completion.status) == 0x0b ? Kind::name_space : Kind::lost,
                       options.url() + ": flush of namespace " + std::to_string(nsid) + ": " +
                           status_text(completion.status));
         const auto pause = controller.pause_before_retry(completion.status, tries);
-        wait_for(-1, 0, {Clock::now() + pause, bell.get(), {}, std::chrono::hours(1), true});
+        wait_for(-1, 0, {Clock::now() + pause, event.get(), {}, std::chrono::hours(1), true});
       } catch (const Error& error) {
         if (channel->connection().quiet() && channel->connection().violation().empty()) throw;
         channel.reset();

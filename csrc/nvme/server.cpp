@@ -21,7 +21,7 @@ namespace penstock::nvme::served {
 
 namespace {
 
-constexpr std::uint64_t kListener = 0, kBell = 1, kFirstConnection = 2;  // what epoll calls them
+constexpr std::uint64_t kListener = 0, kEvent = 1, kFirstConnection = 2;  // what epoll calls them
 constexpr std::size_t kInputBytes = 32U << 10, kMostParts = 64;
 static_assert(kInputBytes >= 2 * Queue::kMostPduBytes);
 constexpr int kSweepMs = 1000;
@@ -90,12 +90,12 @@ Server::Server(int listener, Offer offer, std::unique_ptr<const Files> files)
     if (fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK) != 0)
       throw std::system_error(errno, std::generic_category(), "fcntl");
     add_to(epoll_, listener_, EPOLLIN, kListener);
-    add_to(epoll_, bell_.number(), EPOLLIN, kBell);
+    add_to(epoll_, event_.number(), EPOLLIN, kEvent);
     threads_.emplace_back([this] { run(); });
     for (std::size_t count = 0; count < kReaders; ++count) threads_.emplace_back([this] { read_files(); });
   } catch (...) {
     stop_ = true;
-    bell_.ring();
+    event_.notify();
     wanted_.notify_all();
     for (auto& thread : threads_) thread.join();
     close(epoll_);
@@ -108,7 +108,7 @@ Server::~Server() {
     const std::lock_guard lock(mutex_);
     stop_ = true;
   }
-  bell_.ring();
+  event_.notify();
   wanted_.notify_all();
   for (auto& thread : threads_) thread.join();
   close(epoll_);
@@ -131,8 +131,8 @@ void Server::run() {
       try {
         if (event.data.u64 == kListener) {
           accept_all();
-        } else if (event.data.u64 == kBell) {
-          bell_.clear();
+        } else if (event.data.u64 == kEvent) {
+          event_.clear();
           end_reads();
         } else {
           ready(event.data.u64, event.events);
@@ -381,7 +381,7 @@ void Server::read_files() {
       first = done_.empty();
       done_.push_back(std::move(job));
     }
-    if (first) bell_.ring();
+    if (first) event_.notify();
   }
 }
 

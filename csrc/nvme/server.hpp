@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "io/bell.hpp"
+#include "io/event_fd.hpp"
 #include "nvme/served_files.hpp"
 #include "nvme/served_queue.hpp"
 
@@ -62,7 +62,7 @@ class Server {
   const int listener_, epoll_;
   const Offer offer_;
   const std::unique_ptr<const Files> files_;
-  const Bell bell_;
+  const EventFd event_;
   std::atomic<bool> stop_ = false;
 
   // Of the thread that speaks to the hosts.

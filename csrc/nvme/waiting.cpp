@@ -53,7 +53,7 @@ struct Loans {
     std::size_t size_bytes;
     std::byte bytes[kLentBytes];
   };
-  std::atomic<std::uint32_t> rung;
+  std::atomic<std::uint32_t> changes;
   std::array<Loan, 16> loans;
 
   static Loans* make() {
@@ -98,19 +98,19 @@ void notify_waiters(Transfers& transfers) {
 // The parent's thread.
 void lend(Loans& loans) {
   for (;;) {
-    const auto seen = loans.rung.load();
+    const auto seen = loans.changes.load();
     for (auto& loan : loans.loans) {
       std::uint32_t asked = Loans::kAsked;
       if (!loan.state.compare_exchange_strong(asked, Loans::kServing)) continue;
-      Remains remains;
+      StillInUse in_use;
       loan.error = loan.size_bytes > kLentBytes
                        ? EINVAL
-                       : move_and_wait(false, loan.handle, loan.bytes, loan.size_bytes, loan.offset, &remains);
-      loan.abandoned = remains.abandoned;
+                       : move_and_wait(false, loan.handle, loan.bytes, loan.size_bytes, loan.offset, &in_use);
+      loan.abandoned = in_use.abandoned;
       loan.state.store(Loans::kAnswered);
       futex_wake(loan.state, true);
     }
-    futex_wait(loans.rung, seen, -1, true);
+    futex_wait(loans.changes, seen, -1, true);
   }
 }
 
@@ -147,8 +147,8 @@ int borrow(const Mover& made, Handle handle, std::byte* address, std::size_t siz
     loan->offset = offset;
     loan->size_bytes = wanted;
     loan->state.store(Loans::kAsked);
-    made.loans->rung.fetch_add(1);
-    futex_wake(made.loans->rung, true);
+    made.loans->changes.fetch_add(1);
+    futex_wake(made.loans->changes, true);
     int looks = 0;
     for (auto state = loan->state.load(); state != Loans::kAnswered; state = loan->state.load()) {
       // What is not answered stays taken: somebody may write to it yet.
@@ -184,7 +184,7 @@ bool prepare_to_wait() {
 }
 
 int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t size_bytes, std::uint64_t offset,
-                  Remains* remains) {
+                  StillInUse* in_use) {
   auto* const made = mover.load();
   if (made == nullptr) return ESTALE;
   if (made->process != getpid()) return write ? ESTALE : borrow(*made, handle, address, size_bytes, offset);
@@ -208,8 +208,8 @@ int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t siz
   }
   std::unique_lock lock(wait.mutex);
   wait.changed.wait(lock, [&wait] { return wait.over; });
-  if (remains != nullptr && (wait.abandoned || wait.unsettled))
-    *remains = {remains->abandoned || wait.abandoned, found->controller->facts().quiesce_s};
+  if (in_use != nullptr && (wait.abandoned || wait.unsettled))
+    *in_use = {in_use->abandoned || wait.abandoned, found->controller->facts().quiesce_s};
   return wait.error;
 }
 

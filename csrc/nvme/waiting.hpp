@@ -12,7 +12,7 @@ namespace penstock::nvme {
 bool prepare_to_wait();
 
 // What must not be reused yet after a move has ended.
-struct Remains {
+struct StillInUse {
   bool abandoned = false;  // the memory: it may be read or written for ever
   double unsettled_s = 0;  // the place, for so long: a lost write may still be carried out
 };
@@ -21,6 +21,6 @@ struct Remains {
 // has no connections: a thread of its parent reads for it, into shared memory; ESTALE where the parent has ended, and
 // for writes. In a child it allocates nothing, and takes no lock that the fork may have left held.
 int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t size_bytes, std::uint64_t offset,
-                  Remains* remains = nullptr);
+                  StillInUse* in_use = nullptr);
 
 }  // namespace penstock::nvme

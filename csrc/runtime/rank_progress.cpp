@@ -27,25 +27,25 @@ bool is_gone(int pidfd) {
 
 }  // namespace
 
-std::size_t RankProgress::bytes(std::size_t ranks) { return sizeof(Bell) + ranks * sizeof(Rank); }
+std::size_t RankProgress::bytes(std::size_t ranks) { return sizeof(Changes) + ranks * sizeof(Rank); }
 
 RankProgress::RankProgress(std::uintptr_t address, std::size_t ranks, std::size_t rank, std::vector<int> watched)
-    : bell_(*reinterpret_cast<Bell*>(address)),
-      ranks_(reinterpret_cast<Rank*>(address + sizeof(Bell))),
+    : changes_(*reinterpret_cast<Changes*>(address)),
+      ranks_(reinterpret_cast<Rank*>(address + sizeof(Changes))),
       count_(ranks),
       rank_(rank),
       watched_(std::move(watched)) {}
 
-void RankProgress::ring() {
-  bell_.rung.fetch_add(1);
-  if (bell_.waiting.load() != 0) futex_wake(bell_.rung, true);
+void RankProgress::notify() {
+  changes_.count.fetch_add(1);
+  if (changes_.waiting.load() != 0) futex_wake(changes_.count, true);
 }
 
 void RankProgress::mark(Stage stage, std::uint64_t pieces, std::uint64_t what) {
   auto& mine = ranks_[rank_];
   if (stage == kFilled) mine.what[(pieces - 1) % kDepth].store(what, std::memory_order_relaxed);
   mine.done[stage].store(pieces, std::memory_order_release);
-  ring();
+  notify();
 }
 
 std::uint64_t RankProgress::what(std::size_t rank, std::uint64_t piece) const {
@@ -54,7 +54,7 @@ std::uint64_t RankProgress::what(std::size_t rank, std::uint64_t piece) const {
 
 void RankProgress::fail() {
   ranks_[rank_].failed.store(1);
-  ring();
+  notify();
 }
 
 // The first rank that has not done so many; -1: all have.
@@ -67,7 +67,7 @@ std::int64_t RankProgress::behind(Stage stage, std::uint64_t pieces) const {
 RankProgress::Missing RankProgress::wait(Stage stage, std::uint64_t pieces, double timeout_s) const {
   const double deadline_s = now_s() + timeout_s;
   while (true) {
-    const auto rung = bell_.rung.load();
+    const auto count = changes_.count.load();
     const auto late = behind(stage, pieces);
     if (late < 0) return {-1, ""};
     for (std::size_t rank = 0; rank < count_; ++rank)
@@ -76,9 +76,9 @@ RankProgress::Missing RankProgress::wait(Stage stage, std::uint64_t pieces, doub
       if (is_gone(watched_[rank])) return {static_cast<std::int64_t>(rank), "gone"};
     const double left_s = deadline_s - now_s();
     if (left_s <= 0) return {late, "late"};
-    bell_.waiting.fetch_add(1);
-    futex_wait(bell_.rung, rung, static_cast<std::int64_t>(std::min(left_s, kLookS) * 1e9), true);
-    bell_.waiting.fetch_sub(1);
+    changes_.waiting.fetch_add(1);
+    futex_wait(changes_.count, count, static_cast<std::int64_t>(std::min(left_s, kLookS) * 1e9), true);
+    changes_.waiting.fetch_sub(1);
   }
 }
 

@@ -41,15 +41,15 @@ class RankProgress {
     std::atomic<std::uint64_t> what[kDepth];
     std::atomic<std::uint32_t> failed;
   };
-  struct alignas(64) Bell {
-    std::atomic<std::uint32_t> rung;
+  struct alignas(64) Changes {
+    std::atomic<std::uint32_t> count;
     std::atomic<std::uint32_t> waiting;
   };
 
-  void ring();
+  void notify();
   std::int64_t behind(Stage stage, std::uint64_t pieces) const;
 
-  Bell& bell_;
+  Changes& changes_;
   Rank* const ranks_;
   const std::size_t count_, rank_;
   const std::vector<int> watched_;

@@ -85,17 +85,17 @@ void send_out(Arena& arena, char* block, std::size_t size_bytes) {
 }  // namespace
 
 int nvme::move_and_wait(bool write, Handle, std::byte* address, std::size_t size_bytes, std::uint64_t offset,
-                        Remains* remains) {
+                        StillInUse* in_use) {
   auto* const memory = reinterpret_cast<char*>(address);
   if (!write && drive->is_abandoned(memory, size_bytes)) return EFAULT;  // that would be torn
   if (!write && std::exchange(drive->abandons_read, false)) {
     drive->abandoned.push_back({memory, size_bytes});
-    if (remains != nullptr) remains->abandoned = true;
+    if (in_use != nullptr) in_use->abandoned = true;
     return EBADF;
   }
   if (write && drive->loses_write_s) {
     drive->lost.emplace_back(offset, size_bytes);
-    remains->unsettled_s = *std::exchange(drive->loses_write_s, {});
+    in_use->unsettled_s = *std::exchange(drive->loses_write_s, {});
   }
   if (write)
     std::memcpy(drive->disk.data() + offset, memory, size_bytes);
