@@ -1,12 +1,15 @@
-"""What the soak says of its rows: growth beyond its bounds, and nothing else."""
+"""What the soak says of its rows: bits that differ, growth beyond its bounds, and nothing else."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.soak.__main__ import GROWTH, grown
+from tests.soak.__main__ import GROWTH, Soak, grown
 
 ROW = st.fixed_dictionaries({name: st.integers(0, 1 << 40) for name in GROWTH})
 
@@ -29,3 +32,30 @@ def test_what_grows_beyond_its_bound_is_named_alone(rows: list[dict[str, int]], 
 @pytest.mark.parametrize("rows", range(3))
 def test_too_few_rows_tell_nothing(rows: int) -> None:
     assert "soak for longer" in grown([dict.fromkeys(GROWTH, 0)] * rows)[0]
+
+
+class Trained:
+    """A process that has trained, and cannot go back."""
+
+    def __init__(self, step: int, digest: str) -> None:
+        self.answer = {"step": step, "digest": digest, "figures": {}, "happened": {}}
+
+    def ask(self, _: str) -> dict[str, Any]:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "wrong"),
+    [
+        (Trained(7, "a"), Trained(7, "a"), []),
+        (Trained(7, "a"), Trained(7, "b"), ["the bits after step 7 are others"]),
+        (Trained(5, "a"), Trained(7, "b"), []),
+    ],
+)
+def test_bits_are_compared_at_one_step(found: Trained, wanted: Trained, wrong: list[str]) -> None:
+    soak = Soak.__new__(Soak)
+    soak.trainer, soak.reference = found, wanted  # type: ignore[assignment]
+    soak.events, soak.wrong = Counter(), []
+    soak.compare("row", 0.0)
+    assert soak.wrong == wrong
+    assert soak.events == {"compared" if found.answer["step"] == wanted.answer["step"] else "behind": 1}
