@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
-from penstock.core.plan import Plan
+from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
-from penstock.planners import plan
+from penstock.planners import Problem, plan
+from penstock.planners.rules import Room
 from tests.support.traces import Step, gpt, machine, machines, traces, whole_traces
 
 optimal_module = import_module("penstock.planners.optimal")  # the package has a function of that name
@@ -86,6 +87,30 @@ def test_where_the_host_is_small(trace: Trace, tenths: int, share: float, recomp
     result = made(trace, hardware, share, recompute, False)
     assert result is not None  # the disk has room for everything
     sound(trace, hardware, result)
+
+
+def test_an_eviction_that_shares_a_copy_needs_room_as_long_as_that_stays() -> None:
+    """Another tensor has the room on the host while the weight is on the disk, and later on the host."""
+    step = Step()
+    weight, other = step.tensor(60, "weight", persistent=True), step.tensor(60)
+    step.kernel("first", 1.0, [weight], [other])
+    for name in ("second", "third"):
+        step.kernel(name, 1.0)
+    step.kernel("fourth", 1.0, [weight, other])
+    step.kernel("fifth", 1.0)
+    step.kernel("last", 1.0, [weight])
+    trace, hardware = step.trace(), machine(host_bytes=100)
+    early = Evict(weight, 0, 1, 3, 3, "disk")
+    evictions = (early, Evict(other, 0, 1, 3, 3, "host"), Evict(weight, 3, 4, 5, 5, "host"))
+    assert check(trace, Plan(policy="none", device_budget_bytes=120, evictions=evictions), hardware) == []
+    room = Room(Problem(trace, hardware, 120))
+    for evict in evictions[1:]:
+        room.take("host", evict)
+    assert not room.fits("host", early)
+    moved = Plan(
+        policy="none", device_budget_bytes=120, evictions=(replace(early, tier="host"), *evictions[1:])
+    )
+    assert "host has to hold 120 B" in check(trace, moved, hardware)[0]
 
 
 def test_where_no_tier_has_room() -> None:

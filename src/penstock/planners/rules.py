@@ -119,8 +119,9 @@ class Room:
         """Whether ``tier`` has room for the copy that ``evict`` needs."""
         if tier in self.ample or tier not in self.free:
             return tier in self.ample
-        size = self.trace.tensor_bytes[evict.tensor]
-        return bool((self.free[tier][self._added(tier, evict)] >= size).all())
+        needed = np.where(self._added(tier, evict), self.trace.tensor_bytes[evict.tensor], 0)
+        there = during(self.trace.kernels, *self._stay(tier, evict))
+        return bool((self.free[tier] >= needed)[there].all())  # what was taken may exceed it elsewhere
 
     def take(self, tier: str, evict: Evict) -> None:
         self.free[tier][self._added(tier, evict)] -= self.trace.tensor_bytes[evict.tensor]
