@@ -13,8 +13,8 @@ from penstock.machine import lines
 
 _STATUS = Path("/proc/self/status")
 
-_TRIM_THRESHOLD = -1  # of <malloc.h>
-_HIGHEST_THRESHOLD = 64 << 20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_HIGHEST_MMAP_THRESHOLD = 32 << 20
 _LOOKED_AT_BYTES = 64 << 10  # where so much is freed at once, a heap's end is compared with the threshold
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}
 _threshold = threading.Lock()
@@ -48,8 +48,9 @@ def release_free_memory() -> None:
     """Let the C library give what is free back to the system, where it can.
 
     glibc's malloc_trim leaves the ends of threads' heaps, up to its trim threshold each, and each thread that
-    solves for a plan has another heap. The calling thread's goes back, too: the threshold is 0 for a moment,
-    and then the highest that glibc sets by itself. What the environment says of it stays as it is.
+    solves for a plan has another heap. The calling thread's goes back, too: the threshold is 0 for a moment.
+    As glibc adapts neither threshold once one was set, both are then the highest that it comes to by itself.
+    What the environment says of them stays as it is.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
@@ -61,7 +62,8 @@ def release_free_memory() -> None:
         with _threshold:
             libc.mallopt(_TRIM_THRESHOLD, 0)
             libc.free(libc.malloc(_LOOKED_AT_BYTES))
-            libc.mallopt(_TRIM_THRESHOLD, _HIGHEST_THRESHOLD)
+            libc.mallopt(_TRIM_THRESHOLD, 2 * _HIGHEST_MMAP_THRESHOLD)
+            libc.mallopt(_MMAP_THRESHOLD, _HIGHEST_MMAP_THRESHOLD)
 
 
 def is_in_memory(directory: str | os.PathLike[str]) -> bool:
