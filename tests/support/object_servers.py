@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,10 +30,17 @@ BUCKET = "penstock"
 
 
 class S3(NamedTuple):
-    """A server that speaks S3. environment: how clients find it, and their keys."""
+    """A server that speaks S3. environment: how clients find it, and their keys; metrics: where it counts."""
 
     endpoint: str
     environment: dict[str, str]
+    metrics: str
+
+    def requests(self) -> int:
+        """How many it has had."""
+        with urllib.request.urlopen(f"{self.metrics}/metrics") as answer:
+            counted = re.findall(rb"(?m)^SeaweedFS_s3_request_total\{.*\} (\S+)$", answer.read())
+        return sum(int(float(each)) for each in counted)
 
     def url(self, prefix: str) -> str:
         return f"s3://{BUCKET}/{prefix}"
@@ -58,7 +67,7 @@ def shared_seaweed(folder: Path) -> Iterator[S3]:
         note.write_text(json.dumps({**state, "users": state["users"] + 1}))
     endpoint = f"http://127.0.0.1:{state['port']}"
     try:
-        yield S3(endpoint, _environment(endpoint))
+        yield S3(endpoint, _environment(endpoint), f"http://127.0.0.1:{state['metrics']}")
     finally:
         with _locked(folder):
             state = json.loads(note.read_text())
@@ -79,7 +88,18 @@ def _environment(endpoint: str) -> dict[str, str]:
     }
 
 
-def _start(binary: str, folder: Path) -> dict[str, Any]:
+@contextmanager
+def open_seaweed(folder: Path) -> Iterator[str]:
+    """The endpoint of a server of its own that asks nobody for keys."""
+    state = _start(weed(), folder, open_to_all=True)
+    try:
+        yield f"http://127.0.0.1:{state['port']}"
+    finally:
+        _end(state["pid"])
+        shutil.rmtree(state["data"], ignore_errors=True)
+
+
+def _start(binary: str, folder: Path, open_to_all: bool = False) -> dict[str, Any]:
     data = Path(tempfile.mkdtemp(prefix="seaweed-", dir=folder))
     config = data / "s3.json"
     identity = {
@@ -88,21 +108,24 @@ def _start(binary: str, folder: Path) -> dict[str, Any]:
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     config.write_text(json.dumps({"identities": [identity]}))
-    master, volume, filer, port = free_ports(4)
+    master, volume, filer, port, metrics = free_ports(5)
     process = subprocess.Popen(
-        [binary, "server", f"-dir={data}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", f"-s3.config={config}"]
+        [binary, "server", f"-dir={data}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}"]
+        + ([] if open_to_all else [f"-s3.config={config}"])
         + [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-volume.max=50"]
-        + ["-master.volumeSizeLimitMB=1024", "-s3.port.iceberg=0", "-s3.port.lance=0"],
+        + ["-master.volumeSizeLimitMB=1024", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        + [f"-metricsPort={metrics}"],
         stdout=(data / "log").open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     try:
-        _wait(lambda: _write_first(f"http://127.0.0.1:{port}"), process)
+        first = _make_bucket if open_to_all else _write_first
+        _wait(lambda: first(f"http://127.0.0.1:{port}"), process)
     except BaseException:
         _end(process.pid)
         raise
-    return {"pid": process.pid, "port": port, "data": str(data)}
+    return {"pid": process.pid, "port": port, "metrics": metrics, "data": str(data)}
 
 
 def _write_first(endpoint: str) -> None:
@@ -113,6 +136,11 @@ def _write_first(endpoint: str) -> None:
         for name, value in _environment(endpoint).items():
             patch.setenv(name, value)
         Bucket(f"s3://{BUCKET}", timeout_s=5).write("ready", b"yes")
+
+
+def _make_bucket(endpoint: str) -> None:
+    request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
+    urllib.request.urlopen(request, timeout=5).close()
 
 
 def _wait(ready: Callable[[], None], process: subprocess.Popen[bytes]) -> None:

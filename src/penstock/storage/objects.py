@@ -10,6 +10,7 @@ from __future__ import annotations
 import configparser
 import errno
 import importlib
+import json
 import os
 import re
 import tempfile
@@ -315,8 +316,13 @@ def open_store(url: str, timeout_s: float) -> Any:
             f"{url} needs obstore, which the extra penstock[cloud] installs: {installing('cloud')}"
         ) from None
     scheme = url.partition(":")[0].lower()
-    config: Mapping[str, str] = _aws_settings(os.environ) if scheme == "s3" else {}
-    endpoint = config.get("endpoint", "") or os.environ.get("AZURE_STORAGE_ENDPOINT", "")
+    config, endpoint = dict[str, str](), os.environ.get("AZURE_STORAGE_ENDPOINT", "")
+    if scheme == "s3":
+        config = _aws_settings(os.environ)
+        endpoint = config.get("endpoint", "")
+    elif scheme == "gs" and (endpoint := os.environ.get("STORAGE_EMULATOR_HOST", "")):
+        unsigned = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+        config = {"service_account_key": json.dumps({"gcs_base_url": endpoint, **unsigned})}
     client = {
         "timeout": timedelta(seconds=timeout_s),
         "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
