@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-faults test-nvme test-stress soak test-kills test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-faults test-nvme test-stress soak test-kills test-device test-asan test-tsan test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-objects-peers bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -199,6 +199,21 @@ bench-remote: setup
 # Five minutes on two cores that do nothing else, 4 GB of free disk; the server comes with the extra dev.
 bench-objects: setup
 	$(BIN)/python benchmarks/samples_objects.py -o out/samples_objects.json
+
+# Beside litdata and MosaicML streaming, which get an environment of their own: streaming pins other versions.
+bench-objects-peers: setup build/peers/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" build/peers/bin/python benchmarks/samples_objects_peers.py -o out/samples_objects_peers.json
+
+build/peers/.installed:
+	$(PYTHON) -m venv build/peers
+	build/peers/bin/pip install --no-deps litdata==0.2.76 mosaicml-streaming==0.13.0 "boto3<2" botocore s3transfer jmespath \
+	  Brotli python-snappy cramjam zstd paramiko bcrypt pynacl cryptography invoke cffi pycparser lightning-utilities "catalogue<3" \
+	  google-cloud-storage google-auth google-api-core google-cloud-core google-resumable-media google-crc32c \
+	  googleapis-common-protos proto-plus pyasn1 pyasn1-modules azure-storage-blob azure-storage-file-datalake \
+	  azure-identity azure-core msal msal-extensions isodate oci circuitbreaker pyopenssl pyjwt pytz
+	echo "import site; site.addsitedir('$(CURDIR)/$(BIN)/../lib/python$(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')/site-packages')" \
+	  > "$$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/penstock.pth"
+	touch $@
 
 # Half an hour, 6 GB of free disk: what several processes get of the disk together.
 bench-ranks: setup
