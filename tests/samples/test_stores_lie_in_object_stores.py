@@ -25,6 +25,7 @@ import torch
 from penstock import cli, samples
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.objects.cache import CacheOptions, DiskCache
+from penstock.samples.objects.fetching import REQUESTS_AT_ONCE
 from penstock.storage.objects import Bucket
 from tests.support import small_disk
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, free_ports
@@ -383,7 +384,8 @@ def test_no_choice_of_what_to_keep_fetches_less(tmp_path: Path, seed: int, order
             )
             assert held == (limit - small_bytes) // 4096
             assert fetched[1:] == [4096 * (chunks - held)] * (epochs - 1)
-            assert fetched[0] <= 4096 * (chunks + 4)  # threads may ask for the same at one moment
+            # What threads ask for at the moment at which the cache becomes full may find no room.
+            assert fetched[0] <= 4096 * (chunks + REQUESTS_AT_ONCE)
             if order == "chunk":
                 assert store.counters()["requests"] == fewest_misses(uses, held)
 
