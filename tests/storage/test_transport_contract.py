@@ -556,19 +556,6 @@ def test_close_waits_for_everything_and_is_idempotent(bench: Bench) -> None:
         bench.transport.submit([changed(transfers[0])])
 
 
-@pytest.mark.parametrize("make", [UringTransport, PosixTransport])
-def test_what_an_interrupt_kept_from_anybody_leaves_no_threads(make: Callable[[], Transport]) -> None:
-    """An interrupt that comes before the transport has a name."""
-    before = set(threading.enumerate())
-    try:
-        make()
-    except TransportUnavailable as reason:
-        pytest.skip(str(reason))
-    for left in set(threading.enumerate()) - before:
-        left.join(WAIT_S)
-        assert not left.is_alive()
-
-
 def test_cancelled_requests_are_not_carried_out(bench: Bench) -> None:
     memory = bench.memory()
     address, size = memory.take(DATA[:4000]), 4000

@@ -9,10 +9,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 
 from penstock import _native
-from penstock.storage.transfer import FOR_EVER_S, Transfer, TransportUnavailable
+from penstock.storage.transfer import FOR_EVER_S, TransportUnavailable
 
 logger = logging.getLogger("penstock")
 
@@ -26,9 +25,9 @@ NVME_DEPTH = 128  # a network's latency takes more
 EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
 
-class NativeTransport:
+class NativeTransport(_native.Transfers):
     """Satisfies Transport. The native threads call ``on_done`` when they are idle; otherwise a Python thread
-    does. They end with it: an interrupt may keep the code that makes it from ever closing it.
+    does.
 
     depth         operations of a thread in flight at most
     piece_bytes   size of an operation at most
@@ -43,30 +42,16 @@ class NativeTransport:
     def __init__(self, kind: str, depth: int, piece_bytes: int, slots: int, threads: int) -> None:
         self._kind = kind
         try:
-            self._native = _native.Transfers(
-                kind, self.methods, depth, piece_bytes, SLOT_BYTES, slots, threads
-            )
+            super().__init__(kind, self.methods, depth, piece_bytes, SLOT_BYTES, slots, threads)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
-        weakref.finalize(self, self._native.close, 0.0).atexit = False
-        self._deliverer = threading.Thread(
-            target=self._native.deliver_the_rest, name=f"penstock-{kind}", daemon=True
-        )
+        self._deliverer = threading.Thread(target=self.deliver_the_rest, name=f"penstock-{kind}", daemon=True)
         self._deliverer.start()
         _open.add(self)
 
-    def submit(self, transfers: Sequence[Transfer], /) -> None:
-        self._native.submit(transfers)
-
-    def cancel(self, transfers: Sequence[Transfer], /) -> int:
-        return self._native.cancel(transfers)
-
-    def raise_priority(self, transfers: Sequence[Transfer], /) -> None:
-        self._native.raise_priority(transfers)
-
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        if not self._native.close(timeout_s):
+        if not super().close(timeout_s):
             _leak(self)
             return False
         if self._deliverer is not threading.current_thread():
