@@ -183,5 +183,6 @@ def test_what_is_asked_back_at_once_stays(codec: str, tmp_path: Path) -> None:
         assert differences(expected, sparse_training(run.step)) == []
         report = run.report()
     assert report.loaded_bytes == 0
-    assert (report.disk_written_bytes > 0) == (codec == "raw")
+    # Of the whole run: what is asked back before it is written is not.
+    assert any(report.moved_bytes_by_io_path.values()) == (codec == "raw")
     assert (report.peak_bytes < in_memory_peak_bytes) == (codec == "csr")
