@@ -35,6 +35,7 @@ from rich.table import Table
 from step_time import (
     REFERENCE,
     ROOT,
+    MethodFailed,
     add_common_arguments,
     heading,
     measure,
@@ -54,12 +55,12 @@ from penstock.errors import PenstockError
 from penstock.units import format_bytes, format_seconds
 
 MODELS = {  # and with --quick
-    "GPT": (Config("gpt", 8, 6, 256, 128), Config("gpt", 2, 2, 64, 32)),
-    "Llama": (Config("llama", 4, 4, 256, 128), Config("llama", 2, 2, 64, 16)),
-    "ViT": (Config("vit", 16, 6, 256, 64), Config("vit", 2, 2, 64, 32)),
-    "ResNet-50": (Config("resnet50", 8, 0, 0, 64), Config("resnet50", 2, 0, 0, 32)),
-    "VGG": (Config("vgg", 32, 2, 32, 64), Config("vgg", 4, 1, 8, 32)),
-    "LSTM": (Config("lstm", 16, 2, 256, 64), Config("lstm", 2, 2, 32, 8)),
+    "GPT": (Config("gpt", 32, 6, 256, 128), Config("gpt", 2, 2, 64, 32)),
+    "Llama": (Config("llama", 16, 4, 256, 128), Config("llama", 2, 2, 64, 16)),
+    "ViT": (Config("vit", 32, 6, 256, 64), Config("vit", 2, 2, 64, 32)),
+    "ResNet-50": (Config("resnet50", 32, 0, 0, 64), Config("resnet50", 2, 0, 0, 32)),
+    "VGG": (Config("vgg", 128, 2, 32, 64), Config("vgg", 4, 1, 8, 32)),
+    "LSTM": (Config("lstm", 64, 2, 256, 64), Config("lstm", 2, 2, 32, 8)),
     "DLRM": (Config("dlrm", 2048, 12, 64, 20000), Config("dlrm", 64, 4, 16, 1000)),
 }
 _ALONE = {"recompute": False, "compress": False}
@@ -135,19 +136,23 @@ def at_share(
     job: Job, hardware: penstock.Hardware, steps: int, console: Console
 ) -> dict[str, dict[str, Any]]:
     """A row of each policy in the budget of the job, and of training in memory. Where a policy cannot plan
-    for it, the row says why."""
-    refused = {
-        policy: reason
-        for policy, planning in POLICIES.items()
-        if (reason := refusal(job, hardware, planning))
-    }
+    for it, or cannot be run in it, the row says why."""
+    refused: dict[str, str] = {}
     jobs = {REFERENCE: replace(job, method=REFERENCE)}
-    jobs |= {
-        policy: replace(job, planning=planning)
-        for policy, planning in POLICIES.items()
-        if policy not in refused
-    }
-    results = measure(jobs, steps, console)
+    for policy, planning in POLICIES.items():
+        if reason := refusal(job, hardware, planning):
+            refused[policy] = reason
+        else:
+            jobs[policy] = replace(job, planning=planning)
+    while True:
+        try:
+            results = measure(jobs, steps, console)
+            break
+        except MethodFailed as error:
+            if error.name == REFERENCE:
+                raise
+            refused[error.name] = str(error)
+            del jobs[error.name]
     rows = {key: summary(jobs[key], result, results[REFERENCE]) for key, result in results.items()}
     return rows | {policy: {"refused": reason} for policy, reason in refused.items()}
 

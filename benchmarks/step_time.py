@@ -123,8 +123,16 @@ def wide_console() -> Console:
     return console
 
 
+class MethodFailed(RuntimeError):
+    """The process of the method ``name`` failed; its own error is on standard error."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+
+
 def measure(jobs: dict[str, Job], steps: int, console: Console) -> dict[str, Result]:
-    """Let the methods take turns; each round begins with another one."""
+    """Let the methods take turns; each round begins with another one. Raises MethodFailed."""
     names = list(jobs)
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(job)) for name, job in jobs.items()}
@@ -134,7 +142,10 @@ def measure(jobs: dict[str, Job], steps: int, console: Console) -> dict[str, Res
             shift = round_number % len(names)
             for name in names[shift:] + names[:shift]:
                 progress.update(bar, description=f"{name:<30}")
-                workers[name].step()
+                try:
+                    workers[name].step()
+                except RuntimeError as error:
+                    raise MethodFailed(name, str(error)) from error
                 progress.advance(bar)
         return {name: worker.finish() for name, worker in workers.items()}
 
