@@ -61,7 +61,7 @@ MODELS = {  # and with --quick
     "ResNet-50": (Config("resnet50", 32, 0, 0, 64), Config("resnet50", 2, 0, 0, 32)),
     "VGG": (Config("vgg", 128, 2, 32, 64), Config("vgg", 4, 1, 8, 32)),
     "LSTM": (Config("lstm", 64, 2, 256, 64), Config("lstm", 2, 2, 32, 8)),
-    "DLRM": (Config("dlrm", 2048, 12, 64, 20000), Config("dlrm", 64, 4, 16, 1000)),
+    "DLRM": (Config("dlrm", 2048, 12, 64, 20000), Config("dlrm", 64, 8, 32, 4000)),
 }
 _ALONE = {"recompute": False, "compress": False}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hardware.save(hardware_file)
         for name in options.models or (QUICK_MODELS if options.quick else MODELS):
             config = MODELS[name][options.quick]
-            peak_bytes = captured(config).peak_bytes
+            trace = captured(config)
+            peak_bytes = trace.peak_bytes
             for share in options.shares or (QUICK_SHARES if options.quick else SHARES):
                 job = Job(
                     "penstock",
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     hardware_file=str(hardware_file),
                     spill_dir=options.spill_dir,
                 )
-                cells = at_share(job, hardware, steps, console)
+                cells = at_share(job, trace, hardware, steps, console)
                 console.print(drawn(f"{name}, {share} % of {format_bytes(peak_bytes)}", cells))
                 rows += [
                     {"model": name, "share": share, "policy": policy, **cell}
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.batches:
                 for policy in (name for name in POLICIES if "," not in name):  # codecs are not planned for
                     planning = POLICIES[policy]
-                    found = larger_batches(config, hardware, peak_bytes, planning)
+                    found = larger_batches(config, trace, hardware, planning)
                     rows.append({"model": name, "policy": policy, "batches": found})
                     console.print(f"{name}, {policy}, batches in {format_bytes(peak_bytes)}: {found}")
             # What was found stays where a later model fails.
@@ -133,14 +134,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def at_share(
-    job: Job, hardware: penstock.Hardware, steps: int, console: Console
+    job: Job, trace: penstock.Trace, hardware: penstock.Hardware, steps: int, console: Console
 ) -> dict[str, dict[str, Any]]:
     """A row of each policy in the budget of the job, and of training in memory. Where a policy cannot plan
     for it, or cannot be run in it, the row says why."""
     refused: dict[str, str] = {}
     jobs = {REFERENCE: replace(job, method=REFERENCE)}
+    machine = replace(hardware, device_bytes=job.device_budget_bytes)
     for policy, planning in POLICIES.items():
-        if reason := refusal(job, hardware, planning):
+        if reason := refusal(trace, machine, planning):
             refused[policy] = reason
         else:
             jobs[policy] = replace(job, planning=planning)
@@ -157,28 +159,21 @@ def at_share(
     return rows | {policy: {"refused": reason} for policy, reason in refused.items()}
 
 
-def refusal(job: Job, hardware: penstock.Hardware, planning: dict[str, Any]) -> str:
-    """Why the policy has no plan for the budget. Empty where it has one."""
+def refusal(trace: penstock.Trace, machine: penstock.Hardware, planning: dict[str, Any]) -> str:
+    """Why the policy has no plan for the machine. Empty where it has one."""
     options = penstock.PlanOptions(**planning)
     try:
-        penstock.plan(
-            captured(job.config),
-            replace(hardware, device_bytes=job.device_budget_bytes),
-            options.policy,
-            options.recompute,
-            options.compress,
-            1.0,
-        )
+        penstock.plan(trace, machine, options.policy, options.recompute, options.compress, 1.0)
     except PenstockError as error:
         return str(error)
     return ""
 
 
 def larger_batches(
-    config: Config, hardware: penstock.Hardware, budget_bytes: int, planning: dict[str, Any]
+    config: Config, trace: penstock.Trace, hardware: penstock.Hardware, planning: dict[str, Any]
 ) -> dict[str, Any] | str:
-    """The largest batch that is planned for this memory, the fastest a sample, and how much faster that is
-    than the configuration's own in memory. Or why there is none."""
+    """The largest batch that is planned for the memory of the trace, the fastest a sample, and how much
+    faster that is than the configuration's own in memory. Or why there is none."""
 
     def make_step(samples: int) -> Callable[[], None]:
         model, optimizer, batches, loss = programs.build(replace(config, batch=samples))
@@ -192,12 +187,12 @@ def larger_batches(
         return step
 
     options = penstock.PlanOptions(**planning)
-    machine = replace(hardware, device_bytes=budget_bytes)
+    machine = replace(hardware, device_bytes=trace.peak_bytes)
     try:
         found = penstock.best_batch(make_step, machine, options.policy, recompute=options.recompute)
     except PenstockError as error:
         return str(error)
-    plain_s = captured(config).ideal_s / config.batch
+    plain_s = trace.ideal_s / config.batch
     return {
         "largest": found.largest.samples,
         "fastest": found.fastest.samples,

@@ -3,7 +3,7 @@
     make bench-objects-peers
 
 The server is SeaweedFS on this machine, which counts the requests. All store the same samples, in shards or
-chunks of one size, and shuffle; how well each mixes stands beside it: from how many of twenty equal ranges of
+chunks of one size, and shuffle. How well each mixes is given, too: from how many of twenty equal ranges of
 the stored order a batch of 256 draws (of the first epoch). In each round every row reads an epoch in a fresh
 process with an empty cache (cold), then one in another process with a full one (warm). The first batch counts
 from before the data set is opened, after imports. `--quick` checks that all works; its figures mean nothing.
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from io_bench.machine import heading
 from samples_bench.data import ID_BYTES, Data
+from samples_bench.peers import without_torchvision, write_litdata, write_mds
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -104,9 +105,7 @@ def one_epoch(row: str, url: str, cache: Path, data: Data) -> dict[str, Any]:
     if row.startswith("litdata"):
         import litdata  # noqa: F401
     if row.startswith("MosaicML"):
-        from samples_bench.peers import _without_torchvision
-
-        _without_torchvision()
+        without_torchvision()
         import streaming  # noqa: F401
     read = ROWS[row][1]
     begin_s, first_s, found = time.perf_counter(), 0.0, list[Any]()
@@ -125,25 +124,9 @@ def write(package: str, folder: Path, data: Data, shard_bytes: int) -> None:
     if package == "penstock":
         samples.pack(((f"{n:08}", each) for n, each in enumerate(data.samples())), folder, shard_bytes)
     elif package == "litdata":
-        import litdata
-
-        litdata.optimize(
-            fn=data.sample,
-            inputs=list(range(data.count)),
-            output_dir=str(folder),
-            chunk_bytes=shard_bytes,
-            num_workers=1,
-            reorder_files=False,
-        )
+        write_litdata(folder, data, chunk_bytes=shard_bytes)
     else:
-        from samples_bench.peers import _without_torchvision
-
-        _without_torchvision()
-        from streaming import MDSWriter
-
-        with MDSWriter(out=str(folder), columns={"x": "bytes"}, size_limit=shard_bytes) as writer:
-            for sample in data.samples():
-                writer.write({"x": sample})
+        write_mds(folder, data, shard_bytes)
 
 
 def upload(folder: Path, url: str) -> None:
@@ -203,7 +186,7 @@ def main() -> None:
             write(where[0], Path(where[1]), data, int(shard_bytes))
         print(json.dumps({} if options.write else one_epoch(where[0], where[1], Path(where[2]), data)))
         return
-    data = Data(4096, 4_000 if options.quick else 20_000, SEED)
+    data = Data(4096, 12_000 if options.quick else 20_000, SEED)
     rounds = 1 if options.quick else options.rounds
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as temporary,

@@ -85,8 +85,7 @@ def _resident(row: dict[str, Any]) -> str:
 
 
 def budget_of(trace: penstock.Trace, hardware: penstock.Hardware, policy: str) -> int:
-    """Half of the peak, or the first twentieth of it more that the policy can reach. At most all
-    of it."""
+    """Half of the peak, or the first twentieth of it more that the policy can reach; at most all of it."""
     machine = replace(hardware, device_bytes=trace.peak_bytes)
     for twentieths in range(10, 20):
         budget_bytes = trace.peak_bytes * twentieths // 20

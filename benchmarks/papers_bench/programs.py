@@ -17,7 +17,6 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import gpt  # noqa: E402
 from planning import models  # noqa: E402
-from planning.models import Bottleneck, Vit  # noqa: E402
 
 import penstock  # noqa: E402
 from papers_bench.modnn_networks import NETWORKS  # noqa: E402
@@ -53,7 +52,9 @@ class ResNet(nn.Module):
     def __init__(self, depth: int, width: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4 * width, 3, 2, 1)
-        self.blocks = nn.Sequential(*(Bottleneck(4 * width, width, 4 * width, 1) for _ in range(depth)))
+        self.blocks = nn.Sequential(
+            *(models.Bottleneck(4 * width, width, 4 * width, 1) for _ in range(depth))
+        )
         self.head = nn.Linear(4 * width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def build(config: Config) -> Program:
     depth, width, side = config.depth, config.width, config.side
     makers: dict[str, Callable[[], nn.Module]] = {
         "llama": lambda: Llama(depth, width, side),
-        "vit": lambda: Vit(depth, width, max(1, width // 64), side, 8),
+        "vit": lambda: models.Vit(depth, width, max(1, width // 64), side, 8),
         "resnet": lambda: ResNet(depth, width),
         "resnet50": lambda: models.ResNet((3, 4, 6, 3)),
         "vgg": lambda: Vgg(depth, width, side),

@@ -151,16 +151,10 @@ class Streaming:
     package = "streaming"
 
     def write(self, folder: Path, data: Data) -> None:
-        _without_torchvision()
-        from streaming import MDSWriter
-
-        shard_bytes = -(-data.total_bytes // 20) + 16 * data.count // 20 + 4096
-        with MDSWriter(out=str(folder), columns={"x": "bytes"}, size_limit=shard_bytes) as writer:
-            for sample in data.samples():
-                writer.write({"x": sample})
+        write_mds(folder, data, -(-data.total_bytes // 20) + 16 * data.count // 20 + 4096)
 
     def open(self, folder: Path, data: Data) -> None:
-        _without_torchvision()
+        without_torchvision()
         self.folder = str(folder)
         self.dataset: Any = None
 
@@ -179,18 +173,7 @@ class LitData:
     package = "litdata"
 
     def write(self, folder: Path, data: Data) -> None:
-        import litdata
-
-        rows = -(-data.count // 20)
-        with contextlib.redirect_stdout(sys.stderr):
-            litdata.optimize(
-                fn=data.sample,
-                inputs=list(range(data.count)),
-                output_dir=str(folder),
-                chunk_size=rows,
-                num_workers=1,
-                reorder_files=False,
-            )
+        write_litdata(folder, data, chunk_size=-(-data.count // 20))
 
     def open(self, folder: Path, data: Data) -> None:
         self.folder = str(folder)
@@ -258,7 +241,32 @@ class HuggingFace:
             yield row["x"]
 
 
-def _without_torchvision() -> None:
+def write_mds(folder: Path, data: Data, shard_bytes: int) -> None:
+    """Shards of MosaicML streaming."""
+    without_torchvision()
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns={"x": "bytes"}, size_limit=shard_bytes) as writer:
+        for sample in data.samples():
+            writer.write({"x": sample})
+
+
+def write_litdata(folder: Path, data: Data, **chunks: int) -> None:
+    """chunks: chunk_size in samples, or chunk_bytes."""
+    import litdata
+
+    with contextlib.redirect_stdout(sys.stderr):
+        litdata.optimize(
+            fn=data.sample,
+            inputs=list(range(data.count)),
+            output_dir=str(folder),
+            num_workers=1,
+            reorder_files=False,
+            **chunks,
+        )
+
+
+def without_torchvision() -> None:
     """streaming imports torchvision for data sets that nobody reads here. Where its build does not match
     torch's, an empty one takes its place."""
     try:

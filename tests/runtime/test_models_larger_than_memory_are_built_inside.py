@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock
-from tests.support.runs import HARDWARE, PAGED, bits, differences
+from tests.support.runs import HARDWARE, PAGED, Bits, bits, differences
 
 WIDTH, LAYERS = 256, 24
 MODEL_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
@@ -30,6 +30,15 @@ def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> 
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def saved_and_trained(save: Callable[[Any, Path], object], path: Path) -> Bits:
+    """Save the state after a step, and give the bits of the weights after another one, in memory."""
+    model, optimizer = build()
+    iterate(model, optimizer, 0)
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    iterate(model, optimizer, 1)
+    return bits(model.parameters())
 
 
 def test_built_trained_saved_and_loaded(tmp_path: Path) -> None:
@@ -65,12 +74,8 @@ def test_built_trained_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", [penstock.save, torch.save])
 def test_an_optimizer_without_state_is_loaded_inside(writer: Any, tmp_path: Path) -> None:
     """What is read from a file, which the run cannot move, takes no room of the budget."""
-    model, optimizer = build()
-    iterate(model, optimizer, 0)
-    writer({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    expected = saved_and_trained(writer, tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_size >= 4 * BUDGET_BYTES
-    iterate(model, optimizer, 1)
-    expected = bits(model.parameters())
 
     with penstock.offload(
         device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
@@ -94,12 +99,8 @@ LOADS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("how", LOADS)
 def test_a_state_larger_than_the_budget_is_loaded_inside(how: str, tmp_path: Path) -> None:
     """The optimizer keeps the tensors that are loaded as its state: they can leave like any others."""
-    model, optimizer = build()
-    iterate(model, optimizer, 0)
     save = torch.save if how == "torch.load" else penstock.save
-    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
-    iterate(model, optimizer, 1)
-    expected = bits(model.parameters())
+    expected = saved_and_trained(save, tmp_path / "saved")
 
     with penstock.offload(
         device_budget=BUDGET_BYTES, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED

@@ -67,7 +67,7 @@ def folder_of(directory: PathLike) -> Folder | Objects:
 
 def look_at(path: Path | ObjectPath) -> tuple[Saved, dict[str, Reference]]:
     """The checkpoint at ``path``, which has a name of `Folder.name_of`; and its tensors by name, as another
-    checkpoint beside it can refer to them.
+    checkpoint of the same folder can refer to them.
 
     Raises CheckpointError where the next attempt may well find it whole.
     """

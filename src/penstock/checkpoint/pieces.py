@@ -199,6 +199,7 @@ def keep_within_budget() -> Callable[[], None]:
 
 
 def within_budget() -> bool:
+    """Whether the CPU's tensors have a budget."""
     return bool(_budgets)
 
 

@@ -91,7 +91,7 @@ def save(value: Any, path: str | Path) -> None:
 def write(data: bytes, path: str | Path) -> None:
     """Write ``data`` to ``path``, durably, gzipped where it ends in ``.gz``. Raises OSError, as `save`.
 
-    What nobody writes any more beside it, of processes that were killed or disks that failed, is removed.
+    Drafts of it that processes which were killed, or disks that failed, have left are removed.
     """
     path = Path(path)
     if path.suffix == ".gz":

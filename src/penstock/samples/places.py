@@ -92,7 +92,7 @@ def populate_pages(address: int, size_bytes: int, path: str) -> None:
 
 
 def lock_pages(address: int, size_bytes: int, path: str) -> None:
-    """The same, and they stay, as far as this process may keep pages."""
+    """As `populate_pages`; they stay in memory, as far as this process may keep them there."""
     populate_pages(address, size_bytes, path)
     _library.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
 

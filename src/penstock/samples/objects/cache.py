@@ -290,17 +290,33 @@ def _shrink(folder: Path, wanted_bytes: int, all_of_it: bool) -> int:
     return before
 
 
+class CachedFile(NamedTuple):
+    """A data file in the cache.
+
+    descriptor   of its bytes, of which only what `held` says are there
+    direct_file  the same for direct I/O; -1 where there is none
+    held         [chunks]: what of each is there, shared by all processes
+    held_file    a descriptor of what `held` is a mapping of
+    """
+
+    descriptor: int
+    direct_file: int
+    held: Bytes
+    held_file: int
+
+
 class CachedStore:
-    """The folder of one store in the cache. It is not evicted until `close`."""
+    """The folder of one store in the cache. It is not evicted until `close`.
+
+    files   the data files, in order
+    """
 
     def __init__(self, cache: DiskCache, folder: Path, sizes: Sequence[tuple[int, int]]) -> None:
         """`DiskCache.open` does this."""
         self.cache, self.folder = cache, folder
         self._opened = ExitStack()
         self._finalizer = weakref.finalize(self, _close, self._opened)
-        self._files: list[tuple[int, int]] = []  # of each a descriptor, and one for direct I/O or -1
-        self.held: list[Bytes] = []
-        self.held_files: list[int] = []
+        self.files: list[CachedFile] = []
         self._opened.callback(cache.give_back_ahead)
         in_use = self._open("in-use")
         fcntl.flock(in_use, fcntl.LOCK_SH)
@@ -312,18 +328,15 @@ class CachedStore:
             direct, alignment_bytes, _ = open_direct(data_file)
             if direct >= 0:
                 self._opened.callback(os.close, direct)
-            self._files.append((data_file, direct if alignment_bytes <= BLOCK_BYTES else -1))
-            self.held_files.append(self._open(f"held-{number:05d}.bin"))
-            self.held.append(_mapped_bits(self.held_files[-1], chunks, folder))
+            held_file = self._open(f"held-{number:05d}.bin")
+            held = _mapped_bits(held_file, chunks, folder)
+            direct_file = direct if alignment_bytes <= BLOCK_BYTES else -1
+            self.files.append(CachedFile(data_file, direct_file, held, held_file))
 
     def _open(self, name: str) -> int:
         descriptor = os.open(self.folder / name, _OPEN, _FILE_MODE)
         self._opened.callback(os.close, descriptor)
         return descriptor
-
-    def descriptor(self, number: int) -> int:
-        """Of a data file: of its bytes only what `held` says are there."""
-        return self._files[number][0]
 
     def keep(
         self, number: int, chunk: int, bit: int, begin: int, data: Bytes, give: Callable[[int], int]
@@ -335,26 +348,26 @@ class CachedStore:
         """
         # Blocks that it shares with its neighbours count for each of them.
         span = align_up(begin + data.nbytes, BLOCK_BYTES) - align_down(begin, BLOCK_BYTES)
-        (buffered, direct), is_reserved = self._files[number], False
+        file, is_reserved = self.files[number], False
         try:
-            is_reserved = not self.held[number][chunk] & bit and self.cache.reserve(span)
+            is_reserved = not file.held[chunk] & bit and self.cache.reserve(span)
         except OSError as error:  # somebody has removed the folder
             self.cache.stop_growing(error)
-        done = give(direct if is_reserved and span == data.nbytes else -1)
+        done = give(file.direct_file if is_reserved and span == data.nbytes else -1)
         if not is_reserved:
             return
         try:
             while done < data.nbytes:
-                done += os.pwrite(buffered, data.data[done:], begin + done)
-            held = int(self.held[number][chunk])
-            if held & bit:  # somebody else has kept it meanwhile: it counts once
-                self.cache.give_back(span)
-            # Of two that note something of a chunk at once one may be lost: that is fetched again.
-            os.pwrite(self.held_files[number], bytes([held | bit]), chunk)
+                done += os.pwrite(file.descriptor, data.data[done:], begin + done)
+            held = int(file.held[chunk])
+            if not held & bit:
+                # Of two that note something of a chunk at once one may be lost: that is fetched again.
+                os.pwrite(file.held_file, bytes([held | bit]), chunk)
+                return
         except OSError as error:
             self.cache.stop_growing(error)
-            with contextlib.suppress(OSError):
-                self.cache.give_back(span)
+        with contextlib.suppress(OSError):  # it is not kept, or somebody else has kept it: it counts once
+            self.cache.give_back(span)
 
     def close(self) -> None:
         """Idempotent."""

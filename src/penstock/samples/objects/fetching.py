@@ -135,7 +135,7 @@ class Fetcher:
         if data is not None:
             array = np.frombuffer(data, np.uint8)
             give = partial(self._reader.give_fetch, tickets.pop(), begin, array)
-            if key[2] < 0 or not file.held.size:
+            if key[2] < 0:
                 give(-1)
             else:
                 file.keep(chunk, bit, begin, array, give)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -33,6 +33,10 @@ from penstock.storage.threads import in_parallel
 AGAIN = "Upload the store again (penstock samples upload --overwrite)"
 _RANGE_BYTES = 8 << 20  # of a small file that is not so small
 _NOTHING_HELD = np.empty(0, np.uint8)
+
+
+def _keep_nothing(chunk: int, bit: int, begin: int, data: Bytes, give: Callable[[int], int]) -> None:
+    give(-1)
 
 
 def object_places(url: str, timeout_s: float, cache: CacheOptions | None) -> list[Place]:
@@ -171,12 +175,12 @@ class ObjectPlace(Place):
         store = self._store()
         numbers = [data_file_name(number) for number in range(len(self.manifest().data_files))]
         if store is None or name not in numbers:
-            nothing = Fetched(_NOTHING_HELD, -1, read, lambda size_bytes: False, lambda *_: None)
+            nothing = Fetched(_NOTHING_HELD, -1, read, lambda size_bytes: False, _keep_nothing)
             return StoreFile(lambda: Target(-1, -1, 1, 0), read_into, lambda: None, nothing)
         number = numbers.index(name)
-        held, held_file = store.held[number], store.held_files[number]
-        fetched = Fetched(held, held_file, read, store.cache.has_room, partial(store.keep, number))
-        target = Target(store.descriptor(number), -1, 1, 0)
+        kept = store.files[number]
+        fetched = Fetched(kept.held, kept.held_file, read, store.cache.has_room, partial(store.keep, number))
+        target = Target(kept.descriptor, -1, 1, 0)
         return StoreFile(lambda: target, read_into, lambda: None, fetched)
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
