@@ -1,5 +1,6 @@
-// SHA-2 and HMAC, and Diffie-Hellman in the groups of RFC 7919, as authentication needs them: for short messages, on
-// any thread. Nothing here needs Python, since what is spilled has to come back while the program holds the GIL.
+// SHA-2 and HMAC, and Diffie-Hellman in the groups of RFC 7919, by OpenSSL's libcrypto, as authentication needs them.
+// Nothing here needs Python, since what is spilled has to come back while the program holds the GIL. What computes
+// throws Error where there is no libcrypto.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +19,8 @@ enum class Group : std::uint8_t { null = 0, ffdhe2048 = 1, ffdhe3072 = 2, ffdhe4
 inline constexpr std::uint8_t kLastGroup = 5;
 
 std::size_t digest_bytes(Hash hash);  // 0: none
-Octets digest(Hash hash, std::span<const std::byte> message);                                        // FIPS 180-4
-Octets hmac(Hash hash, std::span<const std::byte> key, std::span<const std::byte> message);          // RFC 2104
+Octets digest(Hash hash, std::span<const std::byte> message);
+Octets hmac(Hash hash, std::span<const std::byte> key, std::span<const std::byte> message);
 
 std::size_t group_bytes(Group group);  // of a public value; 0: none
 // A secret exponent, and 2 to its power.

@@ -1,6 +1,6 @@
 // What is written to a namespace, encrypted: AES-256-GCM with a key that nobody else ever has, by OpenSSL's
-// libcrypto, which is loaded where it is needed. Of each 4096 bytes a number and a tag stay in memory: what a target
-// gives back in their place, be it older, moved or changed, is no answer.
+// libcrypto. Of each 4096 bytes a number and a tag stay in memory: what a target gives back in their place, be it
+// older, moved or changed, is no answer.
 #pragma once
 
 #include <array>
@@ -9,6 +9,8 @@
 #include <cstdint>
 
 namespace penstock::nvme {
+
+struct Libcrypto;
 
 class Sealing {
  public:
@@ -34,6 +36,7 @@ class Sealing {
   };
   Seal& seal_of(std::uint64_t offset) const { return seals_[(offset - begin_) / kUnitBytes]; }
 
+  const Libcrypto& library_;
   const std::uint64_t begin_, units_;
   Seal* seals_;
   std::array<std::byte, 32> key_;

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "checksum.hpp"
+#include "nvme/libcrypto.hpp"
 #include "threads.hpp"
 
 namespace penstock::nvme::served {
@@ -87,6 +88,7 @@ Server::Server(int listener, Offer offer, std::unique_ptr<const Files> files)
       swept_(Clock::now()) {
   if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
   try {
+    if (offer_.keys.host) libcrypto("authentication by keys");
     if (fcntl(listener_, F_SETFL, fcntl(listener_, F_GETFL) | O_NONBLOCK) != 0)
       throw std::system_error(errno, std::generic_category(), "fcntl");
     add_to(epoll_, listener_, EPOLLIN, kListener);

@@ -2,6 +2,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <optional>
+#include <span>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "check.hpp"
@@ -64,13 +67,38 @@ TEST(any_part_comes_back_and_nothing_that_was_changed) {
   }
 }
 
+TEST(hashes_have_their_known_values) {
+  const auto octets = [](std::string_view text) { return std::as_bytes(std::span(text)); };
+  const auto first = [](const Octets& from) {
+    std::string text;
+    for (const auto octet : std::span(from).first(4)) {
+      constexpr const char* kDigits = "0123456789abcdef";
+      text += kDigits[std::to_integer<int>(octet >> 4)];
+      text += kDigits[std::to_integer<int>(octet & std::byte{15})];
+    }
+    return text + " " + std::to_string(from.size());
+  };
+  const auto abc = octets("abc"), key = octets("Jefe"), message = octets("what do ya want for nothing?");
+  CHECK_EQUAL(first(digest(Hash::sha256, abc)), "ba7816bf 32");  // FIPS 180-4
+  CHECK_EQUAL(first(digest(Hash::sha384, abc)), "cb00753f 48");
+  CHECK_EQUAL(first(digest(Hash::sha512, abc)), "ddaf35a1 64");
+  CHECK_EQUAL(first(hmac(Hash::sha256, key, message)), "5bdcc146 32");  // RFC 4231, test case 2
+  CHECK_EQUAL(first(hmac(Hash::sha384, key, message)), "af45d2e3 48");
+  CHECK_EQUAL(first(hmac(Hash::sha512, key, message)), "164b7a7b 64");
+}
+
 TEST(powers_of_both_ends_agree) {
   for (const auto group : {Group::ffdhe2048, Group::ffdhe3072, Group::ffdhe4096, Group::ffdhe6144, Group::ffdhe8192}) {
     const auto one = begin_exchange(group), other = begin_exchange(group);
     const auto shared = shared_secret(group, one.secret, other.value);
     CHECK_EQUAL(shared.size(), group_bytes(group));
     CHECK(shared == shared_secret(group, other.secret, one.value));
-    CHECK(shared_secret(group, one.secret, Octets(group_bytes(group))).empty());
+    auto value = Octets(group_bytes(group));
+    CHECK(shared_secret(group, one.secret, value).empty());
+    value.back() = std::byte{1};
+    CHECK(shared_secret(group, one.secret, value).empty());
+    std::fill(value.begin(), value.end(), std::byte{0xff});
+    CHECK(shared_secret(group, one.secret, value).empty());
   }
 }
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -382,6 +384,20 @@ def test_errors_say_what_to_do(
     text = str(error.value)
     assert expected in text and "PENSTOCK_NVME_KEY" in text
     assert not any(str(key) in text or key.octets.hex() in text for key in (*keys, HOST_KEY, CONTROLLER_KEY))
+
+
+def test_without_libcrypto_it_is_said(folder: Path, tmp_path: Path) -> None:
+    """Files of no bytes take its place. Without keys a store is served all the same."""
+    for version in ("3", "1.1"):
+        (tmp_path / f"libcrypto.so.{version}").touch()
+    code = "import sys; from penstock.samples import serve; serve(sys.argv[1], '127.0.0.1:0').close()"
+    for key, expected in (("", ""), (str(HOST_KEY), "needs OpenSSL's libcrypto")):
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PENSTOCK_NVME_KEY": key}
+        command = [sys.executable, "-c", code, str(folder)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode != 0) == bool(key) and expected in done.stderr
 
 
 # -- Where keys come from

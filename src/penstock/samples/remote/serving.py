@@ -98,16 +98,19 @@ class Server(Closing):
             keys = keys_for(nqn)
             self.asks = bool(keys.host)
             self.url = str(Url(host=host, port=self.portal.port, subsystem_nqn=nqn, namespace=1))
-            self._native = _native.NvmeServer(
-                listener.fileno(),
-                subsystem_nqn=nqn,
-                id=store.store_id,
-                head=bytes(head),
-                extents=extents,
-                size_bytes=used_bytes,
-                host_key=keys.host,
-                controller_key=keys.controller,
-            )
+            try:
+                self._native = _native.NvmeServer(
+                    listener.fileno(),
+                    subsystem_nqn=nqn,
+                    id=store.store_id,
+                    head=bytes(head),
+                    extents=extents,
+                    size_bytes=used_bytes,
+                    host_key=keys.host,
+                    controller_key=keys.controller,
+                )
+            except _native.NvmeError as error:  # keys, and no libcrypto
+                raise SampleError(f"cannot serve {os.fspath(path)}: {error.args[1]}") from error
             self._finalizer = weakref.finalize(self, _close, self._native, opened.pop_all())
 
     def served(self) -> Served:

@@ -6,7 +6,6 @@ Those of one subsystem share an association in each process; none survives a for
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import threading
@@ -85,11 +84,6 @@ class Namespace(Closing):
         with _target_errors(url):
             self._controller = _connected(url, timeout_s)
             try:
-                if encrypted_from is not None:
-                    with contextlib.suppress(
-                        ImportError
-                    ):  # a libcrypto that only Python finds is loaded then
-                        importlib.import_module("ssl")
                 found = self._controller.open_namespace(
                     url.namespace, -1 if encrypted_from is None else encrypted_from
                 )
