@@ -181,6 +181,7 @@ void make(Search* self, const nb::dict& trace, const nb::dict& machine, const nb
       .order = column<Index>(table, "order"),
       .parent_starts = column<Index>(table, "parent_starts"),
       .parents = column<Index>(table, "parents"),
+      .kept = {column<Index>(table, "kept"), column<Index>(table, "kept_begin"), column<Index>(table, "kept_end")},
       .tier_bytes = {nb::cast<Bytes>(machine["host_bytes"]), nb::cast<Bytes>(machine["disk_bytes"])},
   };
   auto checked = trace_of(trace);

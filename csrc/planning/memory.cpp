@@ -187,4 +187,50 @@ std::vector<Bytes> static_bytes(const Trace& trace, const Intervals& rows, const
   return result;
 }
 
+void carry_out(const Trace& trace, const Kept& kept, const Kernels& kernels, Bytes budget,
+               std::array<Bytes, 2> capacity, Rows& rows, Trace& as_run) {
+  if (kept.tensor.empty() || (capacity[0] <= 0 && capacity[1] <= 0)) return;
+  auto needed = static_bytes(trace, rows.view(), kernels);
+  std::vector<Bytes> change(needed.size() + 1);
+  for (std::size_t i = 0; i < kept.tensor.size(); ++i) {
+    change[at(kept.begin[i])] += trace.bytes[at(kept.tensor[i])];
+    change[at(kept.end[i])] -= trace.bytes[at(kept.tensor[i])];
+  }
+  Bytes sum = 0;
+  for (std::size_t k = 0; k < needed.size(); ++k) needed[k] += sum += change[k];
+
+  std::vector<Index> last(trace.bytes.size(), -1);  // by tensor: its row that leaves last
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    auto& latest = last[at(rows.tensor[r])];
+    if (is_moved(rows.action[r]) && (latest < 0 || rows.after[r] >= rows.after[at(latest)]))
+      latest = static_cast<Index>(r);
+  }
+  std::vector<Bytes> on_host(needed.size());
+  if (capacity[0] > 0) {
+    Copies copies;
+    find_copies(trace, rows.view(), copies);
+    on_host = tier_bytes(trace, rows.view(), copies)[0];
+  }
+  for (std::size_t i = 0; i < kept.tensor.size(); ++i) {
+    const auto tensor = kept.tensor[i], begin = kept.begin[i], end = kept.end[i];
+    const auto bytes = trace.bytes[at(tensor)];
+    const auto most = [&](const std::vector<Bytes>& levels) {
+      return *std::max_element(levels.begin() + begin, levels.begin() + end);
+    };
+    const bool used = trace.birth[at(tensor)] < begin;
+    const bool leaves = most(needed) > budget;
+    as_run.death[at(tensor)] = used && !leaves ? end : begin;
+    if (!leaves) continue;
+    const auto latest = last[at(tensor)];
+    const bool disk = latest >= 0 ? is_disk(rows.action[at(latest)])
+                                  : capacity[1] > 0 && most(on_host) + bytes > capacity[0];
+    for (auto k = begin; k < end; ++k) {
+      needed[at(k)] -= bytes;
+      if (!disk) on_host[at(k)] += bytes;
+    }
+    rows.add(tensor, begin - 1, begin, begin, begin, disk ? kDisk : kHost);
+  }
+  as_run.prepare();
+}
+
 }  // namespace penstock::planning

@@ -76,6 +76,15 @@ void check(const Trace& trace, const Machine& machine) {
       require(rates.size() == trace.bytes.size(), "rates of another number of tensors");
 }
 
+void check(const Trace& trace, const Kept& kept) {
+  require(kept.begin.size() == kept.tensor.size() && kept.end.size() == kept.tensor.size(),
+          "columns of what is kept differ in length");
+  require(all_within(kept.tensor, 0, trace.tensors - 1), "what is kept is a tensor that the trace lacks");
+  for (std::size_t i = 0; i < kept.tensor.size(); ++i)
+    require(0 <= kept.begin[i] && kept.begin[i] < kept.end[i] && kept.end[i] <= trace.kernels,
+            "what is kept ends before it begins, or at a kernel that the trace lacks");
+}
+
 void check(const Trace& trace, const Intervals& rows) {
   const auto K = trace.kernels;
   for (Index r = 0; r < rows.count; ++r) {

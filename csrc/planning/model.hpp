@@ -114,6 +114,12 @@ struct Rows {
   }
 };
 
+// What the program keeps beyond its last use: of no use from kernel `begin` on, and given up before kernel `end`.
+// The trace counts it as gone from `begin` on. What is of no use first comes first.
+struct Kept {
+  std::vector<Index> tensor, begin, end;
+};
+
 // How the kernels run: as traced, or by another variant, or with other times.
 struct Kernels {
   const double* time_s = nullptr;      // [K]
@@ -141,6 +147,7 @@ inline bool all_within(const std::vector<Index>& values, Index low, Index high) 
 void check(const Trace& trace);
 void check(const Trace& trace, const Machine& machine);
 void check(const Trace& trace, const Intervals& rows);
+void check(const Trace& trace, const Kept& kept);
 // The rows of each tensor, by `begin`, then in the order of the plan.
 void group(const Trace& trace, const Intervals& rows, Lists& rows_of);
 void find_copies(const Trace& trace, const Intervals& rows, Copies& copies);
@@ -149,6 +156,11 @@ void find_copies(const Trace& trace, const Intervals& rows, Copies& copies);
 std::vector<Bytes> static_bytes(const Trace& trace, const Intervals& rows, const Kernels& kernels);
 // [K] bytes that copies occupy on the host, and on disk.
 std::array<std::vector<Bytes>, 2> tier_bytes(const Trace& trace, const Intervals& rows, const Copies& copies);
+// A plan as a run carries it out. Adds the rows of what the program keeps and the budget has no room for, which is
+// written and does not come back; the rest of it lives on in `as_run`, a copy of the trace. The rule is that of
+// penstock.core.memory_profile.leaves_for_good.
+void carry_out(const Trace& trace, const Kept& kept, const Kernels& kernels, Bytes budget,
+               std::array<Bytes, 2> tier_bytes, Rows& rows, Trace& as_run);
 
 // For each row the kernel after which to start its copy: of those that could be written, the one whose memory is
 // wanted first, where its tier has room that early.

@@ -53,6 +53,7 @@ void check(const Choices& choices, const Trace& trace) {
               starts.back() == static_cast<std::int64_t>(choices.parents.size()),
           "lists of parents do not fit their starts");
   require(all_within(choices.parents, 0, trace.tensors - 1), "a parent is a tensor that the trace lacks");
+  planning::check(trace, choices.kept);
 }
 
 }  // namespace
@@ -63,6 +64,7 @@ Search::Search(Trace trace, Machine machine, std::vector<double> time_s, std::ve
   const auto count = static_cast<std::size_t>(trace_.kernels);
   require(time_s_.size() == count && workspace_.size() == count, "times or workspaces of another number of kernels");
   search::check(choices_, trace_);
+  as_run_ = trace_;
   ideal_start_s_.assign(1, 0.0);
   for (const double time_s : time_s_) ideal_start_s_.push_back(ideal_start_s_.back() + time_s);
   begin_ = choices_.begin;
@@ -113,8 +115,15 @@ void Search::check(const State& state) const {
   }
 }
 
-Outcome Search::run(const Rows& rows) const {
-  auto outcome = replay(trace_, machine_, rows.view(), kernels_, {.record = false, .stop_on_deadlock = true});
+void Search::carry_out(const Rows& rows) {
+  carried_out_ = rows;
+  planning::carry_out(trace_, choices_.kept, kernels_, machine_.budget, choices_.tier_bytes, carried_out_, as_run_);
+}
+
+Outcome Search::run(const Rows& rows) {
+  carry_out(rows);
+  auto outcome =
+      replay(as_run_, machine_, carried_out_.view(), kernels_, {.record = false, .stop_on_deadlock = true});
   outcome.start_s.resize(time_s_.size());
   outcome.start_s.push_back(outcome.iteration_s);
   if (outcome.deadlock) outcome.iteration_s = kInfinity;
@@ -426,7 +435,8 @@ void Search::prune(State& state) {
 }
 
 // The time of what the last call of `expand` made of `state`, which memory and tiers have room for.
-double Search::evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into) {
+double Search::evaluate(const State& state, Prefetching prefetching, const std::vector<double>& start_s,
+                        Current& into) {
   auto slack = tiers_;
   for (const std::size_t tier : {0, 1})
     for (auto& bytes : slack[tier]) bytes = choices_.tier_bytes[tier] - bytes;
@@ -447,7 +457,9 @@ double Search::evaluate(const State& state, std::int64_t early, const std::vecto
                              std::move(slack));
   auto leaving = rows_.view();
   leaving.count = static_cast<Index>(away_);
-  rows_.prefetch_at = place_prefetches(trace_, machine_, leaving, kernels_, start_s.data(), early);
+  if (prefetching.beside_kept) carry_out(rows_);
+  const auto& there = prefetching.beside_kept ? as_run_ : trace_;
+  rows_.prefetch_at = place_prefetches(there, machine_, leaving, kernels_, start_s.data(), prefetching.early);
   for (auto row = away_; row < rows_.size(); ++row) {
     rows_.begin[row] = rows_.after[row] + 1;
     rows_.end[row] = rows_.begin[row] + 1;
@@ -588,7 +600,7 @@ Found Search::improve(const State& start, const Limits& limits) {
   Found found;
   Current current, trial;
   double current_s = kInfinity;
-  std::int64_t early = trace_.kernels;
+  Prefetching chosen;
   found.iteration_s = kInfinity;
   const auto keep_best = [&](const Current& candidate, double iteration_s) {
     if (iteration_s >= found.iteration_s) return;
@@ -598,19 +610,24 @@ Found Search::improve(const State& start, const Limits& limits) {
     found.away = candidate.away;
   };
   // How early to prefetch, each on the timeline that it leads to.
-  for (const std::int64_t kernels : {trace_.kernels, Kernel{0}, Kernel{30}, Kernel{100}}) {
+  std::vector<Prefetching> ways;
+  for (const Kernel early : {trace_.kernels, Kernel{0}, Kernel{30}, Kernel{100}}) {
+    if (!choices_.kept.tensor.empty()) ways.push_back({early, true});
+    ways.push_back({early, false});
+  }
+  for (const auto prefetching : ways) {
     auto start_s = ideal_start_s_;
     double before_s = kInfinity;
     for (int round = 0; round < 3; ++round) {
       expand(start);
-      const double iteration_s = memory_fits(rows_) && tiers_fit() ? evaluate(start, kernels, start_s, trial) : kInfinity;
+      const double iteration_s = memory_fits(rows_) && tiers_fit() ? evaluate(start, prefetching, start_s, trial) : kInfinity;
       ++found.evaluations;
       if (!(iteration_s < before_s)) break;
       before_s = iteration_s;
       start_s = trial.verdict.start_s;
       if (iteration_s < current_s) {
         current_s = iteration_s;
-        early = kernels;
+        chosen = prefetching;
         current = trial;
         keep_best(current, current_s);
       }
@@ -642,7 +659,7 @@ Found Search::improve(const State& start, const Limits& limits) {
       fits = room && tiers_fit();
     }
     if (!fits) continue;
-    const double iteration_s = evaluate(proposal, early, current.verdict.start_s, trial);
+    const double iteration_s = evaluate(proposal, chosen, current.verdict.start_s, trial);
     const double left = 1.0 - static_cast<double>(found.evaluations) / static_cast<double>(limits.evaluations);
     const double temperature_s = first_s * limits.temperature * left * left;
     if (!std::isfinite(iteration_s)) continue;

@@ -24,11 +24,13 @@ constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 // bias                 [P * kActions] how much of the period each action has in the linear program, or zeros
 // order                [P] the periods so that what makes a tensor comes before what it is made into
 // parent_starts, parents   by period: the tensors that recomputing its tensor reads
+// kept                 what leaves besides, where the choices leave no room for it
 struct Choices {
   std::vector<std::int64_t> tensor, begin, end, ready, bytes;
   std::vector<std::uint8_t> allowed;
   std::vector<double> cost_s, bias;
   std::vector<std::int64_t> order, parent_starts, parents;
+  Kept kept;
   std::array<std::int64_t, 2> tier_bytes{};  // of the host and the disk
 
   std::size_t periods() const { return tensor.size(); }
@@ -78,11 +80,18 @@ class Search {
     Outcome verdict;
   };
 
+  // How early prefetches may be, and whether only beside what the program keeps beyond its last use: else that leaves.
+  struct Prefetching {
+    Kernel early = 0;
+    bool beside_kept = false;
+  };
+
   void check(const State& state) const;
 
   // Fills rows_ with the eviction intervals that a choice leads to: recomputations bring back early what they read.
   void expand(const State& state);
-  Outcome run(const Rows& rows) const;  // start_s: [K + 1], the last is the end
+  void carry_out(const Rows& rows);
+  Outcome run(const Rows& rows);  // start_s: [K + 1], the last is the end
   bool fits(const State& state);
 
   // Takes back what is not needed, the dearest first.
@@ -95,7 +104,7 @@ class Search {
   bool place(State& state, std::size_t period);
   bool repair_tiers(State& state);
   bool repair_memory(State& state);
-  double evaluate(const State& state, std::int64_t early, const std::vector<double>& start_s, Current& into);
+  double evaluate(const State& state, Prefetching prefetching, const std::vector<double>& start_s, Current& into);
   double score(const Current& candidate) const;
   bool change(State& state, const Outcome& verdict);
   void polish(Found& found, const Limits& limits, Clock::time_point begun);
@@ -126,6 +135,8 @@ class Search {
   // What the last call of `expand` found, and of static_bytes, find_copies and tier_bytes.
   Rows rows_;  // each copy as late as can be; from away_ on those that are written and do not leave
   std::size_t away_ = 0;
+  Rows carried_out_;  // the last rows that were carried out, and what leaves for good
+  Trace as_run_;      // with the rest of what is kept
   std::vector<Kernel> earliest_, wanted_;       // of each row, for place_writes
   Copies copies_;
   std::vector<std::size_t> periods_;            // of each row

@@ -19,6 +19,7 @@ from tests.support.traces import gpt, machine
 TRACE = gpt(layers=2)
 PROBLEM = Problem(TRACE, machine(1e9), (minimum_bytes(TRACE) + TRACE.peak_bytes) // 2)
 OPTIONS = choices(PROBLEM)
+KEPT = ("kept", "kept_begin", "kept_end")
 
 
 def changed(table: dict[str, Any], name: str, position: int, value: int) -> dict[str, Any]:
@@ -44,6 +45,16 @@ def test_periods_that_the_trace_lacks_are_refused(name: str, position: int, valu
     trace, hardware, table = search_columns(PROBLEM, OPTIONS)
     with pytest.raises(ValueError, match=words):
         PlanSearch(trace, hardware, changed(table, name, position, value))
+
+
+@pytest.mark.parametrize("kept", [(TRACE.tensors, 0, 1), (0, 1, 1), (0, -1, 1), (0, 0, TRACE.kernels + 1)])
+def test_what_is_kept_is_checked(kept: tuple[int, int, int]) -> None:
+    trace, hardware, table = search_columns(PROBLEM, OPTIONS)
+    columns = {name: np.array([value]) for name, value in zip(KEPT, kept, strict=True)}
+    with pytest.raises(ValueError, match="what is kept"):
+        PlanSearch(trace, hardware, {**table, **columns})
+    with pytest.raises(ValueError, match="differ in length"):
+        PlanSearch(trace, hardware, {**table, "kept": np.array([0])})
 
 
 @pytest.mark.parametrize("name", ["begin", "cost_s", "bias", "allowed", "order"])

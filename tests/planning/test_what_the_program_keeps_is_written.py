@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.memory_profile import leaves_for_good, minimum_bytes
 from penstock.core.plan import Evict, Plan
 from penstock.core.timeline import Stall
-from penstock.core.trace import Trace
+from penstock.core.trace import Trace, within_budget
 from penstock.planners import plan
+from penstock.planners.optimal.search import FoundPlan, choices, plan_search
+from penstock.planners.problem import Problem
 from penstock.report.summary import summarise
 from penstock.runtime.schedule import Evict as EvictAction
 from penstock.runtime.schedule import Release, schedule
 from penstock.simulator import simulate
 from tests.support.traces import Step, machine, whole_traces
+
+BUSY = replace(machine(100.0), disk_read_bytes_per_s=200.0)
 
 
 def gradients() -> Trace:
@@ -154,3 +159,58 @@ def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fractio
         if tensor not in moved and tensor in used:
             assert count[tensor] == 1
     assert timeline.peak_bytes <= budget
+
+
+@given(
+    data=st.data(),
+    trace=whole_traces(),
+    fraction=st.floats(0, 1),
+    tiers=st.sampled_from([(0, 1 << 20), (300, 1 << 20), (1 << 20, 0)]),
+)
+@settings(max_examples=40)
+def test_the_search_counts_what_it_takes(
+    data: st.DataObject, trace: Trace, fraction: float, tiers: tuple[int, int]
+) -> None:
+    """What the search found is what the simulator says of its plan."""
+    death = [data.draw(st.integers(end, trace.kernels)) for end in trace.tensor_death.tolist()]
+    program = replace(trace, tensor_death=np.array(death))
+    least = minimum_bytes(program)
+    budget = least + int(fraction * (program.peak_bytes - least))
+    assume(budget < program.peak_bytes)
+    hardware = replace(BUSY, host_bytes=tiers[0], disk_bytes=tiers[1])
+    problem = Problem(within_budget(program, budget), hardware, budget, program=program)
+    options = choices(problem)
+    search = plan_search(problem, options)
+    start = search.repair(np.zeros(len(options), dtype=np.int8), True)
+    assume(start is not None)
+    found = FoundPlan(
+        *search.improve(
+            start, np.zeros_like(start), 100, seconds=60.0, target_s=0.0, temperature=1e-3, seed=0
+        )
+    )
+    assume(np.isfinite(found.iteration_s))
+    evictions, recomputations = found.intervals(problem.trace)
+    made = replace(nothing_planned(budget, *evictions), recomputations=recomputations)
+    assert simulate(program, made, hardware).iteration_s == pytest.approx(found.iteration_s)
+
+
+def test_a_plan_that_leaves_room_for_it_is_found() -> None:
+    """Where the weights stay, both gradients are written and the step takes longer: the plan that is found
+    is the one in which a weight leaves in time."""
+    step = Step()
+    weights = [step.tensor(100, "weight", persistent=True) for _ in range(3)]
+    kept = [step.tensor(100, "gradient") for _ in range(2)]
+    idle = step.tensor(100, "weight", persistent=True)
+    step.kernel("forward", 1.0, inputs=[idle], phase="forward")
+    for _ in range(6):
+        step.kernel("forward", 1.0, inputs=weights, phase="forward")
+    step.kernel("backward", 1.0, outputs=kept, phase="backward")
+    for weight, gradient in zip(weights, kept, strict=False):
+        step.kernel("update", 1.0, inputs=[weight, gradient], outputs=[weight], phase="optimizer")
+    step.kernel("more", 1.0, inputs=weights, workspace_bytes=100, phase="optimizer")
+    for _ in range(3):
+        step.kernel("rest", 1.0, inputs=weights, phase="optimizer")
+    trace = step.trace()
+    trace = replace(trace, tensor_death=np.where(trace.tensor_persistent, trace.tensor_death, trace.kernels))
+    made = plan(trace, machine(50.0), device_budget_bytes=600)
+    assert made.predicted_s == trace.ideal_s

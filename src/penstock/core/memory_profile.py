@@ -153,27 +153,44 @@ def resident_bytes(
     return needed
 
 
+class Kept(NamedTuple):
+    """What the program keeps beyond its last use, [N] each: it is of no use from kernel `begin` on, and given
+    up before kernel `end`. What is of no use first comes first."""
+
+    tensor: IntArray
+    begin: IntArray
+    end: IntArray
+
+
+def kept_unused(trace: Trace) -> Kept:
+    """The tensors that `Trace.released` counts as gone while the program keeps them."""
+    useless = trace.released.tensor_death
+    death = np.minimum(trace.tensor_death, trace.kernels)
+    kept = np.flatnonzero((useless < death) & ~trace.tensor_persistent)
+    kept = kept[np.argsort(useless[kept], kind="stable")]
+    return Kept(kept, useless[kept], death[kept])
+
+
 def leaves_for_good(trace: Trace, plan: Plan, host_bytes: int = 0, *, has_disk: bool = True) -> list[Evict]:
     """What no kernel uses again while the program keeps it, where the budget has no room for it: evictions
     that end where they begin, before the kernel from which on it is away. What has been of no use for
     longest leaves first. It goes to the tier where it has been before, else to the host while the plan leaves
     room there, or where there is no disk, else to the disk.
 
-    Plans count all such tensors as gone (`Trace.released`). A run, and the
-    simulator, write these, and keep the others.
+    Plans count all such tensors as gone (`Trace.released`). A run, and the simulator, write these, and keep
+    the others. csrc/planning/memory.cpp has the same rule for the search of `optimal`.
 
     host_bytes   of the host tier
     """
     if trace.peak_bytes <= plan.device_budget_bytes:
         return []
-    useless = trace.released.tensor_death  # from this kernel on
-    kept = (useless < np.minimum(trace.tensor_death, trace.kernels)) & ~trace.tensor_persistent
-    needed = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
+    kept = kept_unused(trace)
+    needed = resident_bytes(trace.released, plan.evictions, plan.recomputations, plan.variants)
+    needed += sum_over(trace.kernels, kept.begin, kept.end, trace.tensor_bytes[kept.tensor])
     tiers = {evict.tensor: evict.tier for evict in plan.evictions}
     on_host = tier_bytes(trace, plan.evictions).get("host", np.zeros(trace.kernels, dtype=np.int64))
     found = []
-    for tensor in sorted(np.flatnonzero(kept).tolist(), key=lambda tensor: int(useless[tensor])):
-        begin, end = int(useless[tensor]), int(trace.tensor_death[tensor])
+    for tensor, begin, end in zip(*(column.tolist() for column in kept), strict=True):
         size_bytes = int(trace.tensor_bytes[tensor])
         if int(needed[begin:end].max()) > plan.device_budget_bytes:
             needed[begin:end] -= size_bytes

@@ -94,7 +94,7 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
             f"the policy 'keep' needs {format_bytes_up(asked.peak_bytes)} on the device; the budget is "
             f"{format_bytes(budget)}. Choose another policy, or raise the budget"
         )
-    decision = POLICIES[policy](replace(problem, trace=asked))
+    decision = POLICIES[policy](replace(problem, trace=asked, program=trace))
     draft = Plan(
         policy=policy,
         device_budget_bytes=budget,
@@ -146,6 +146,7 @@ def _reason(trace: Trace, budget: int, more: str) -> str:
         return f"all of the step's {peak} fit in the budget of {format_bytes(budget)}"
     released = trace.released
     if released.peak_bytes <= budget:
-        more = f"the {format_bytes_up(released.peak_bytes)} that kernels still read fit"
+        fits = f"the {format_bytes_up(released.peak_bytes)} that kernels still read fit"
+        more = f"{fits}; {more}" if more else fits
     why = f"the step's peak of {peak} exceeds the budget of {format_bytes(budget)}"
     return f"{why}; {more}" if more else why

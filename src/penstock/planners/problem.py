@@ -21,6 +21,8 @@ from penstock.units import format_bytes
 class Problem:
     """One iteration to be planned.
 
+    program        the iteration with what the program keeps beyond its last use, which `trace` is without:
+                   the budget may force that out, too, and those copies take time. None: there is none
     budget_bytes   of the device, at least `penstock.core.memory_profile.minimum_bytes`
     recompute      tensors may be recomputed instead of being moved
     compress       tensors may be moved as bitmask-CSR
@@ -36,6 +38,7 @@ class Problem:
     compress: bool = False
     lossy: str | None = None
     time_limit_s: float = 10.0
+    program: Trace | None = None
 
     @property
     def packs(self) -> bool:

@@ -22,6 +22,8 @@ import numpy as np
 
 from penstock.core.columns import FloatArray
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
+from penstock.core.plan import Plan
+from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull, installing
 from penstock.planners.optimal.lp import FractionalPlan, dive, fractional_plan
 from penstock.planners.optimal.search import (
@@ -43,8 +45,8 @@ from penstock.planners.problem import (
     with_least_workspace,
 )
 from penstock.planners.rules import Room
-from penstock.simulator import Intervals, Replay
-from penstock.units import format_bytes, format_bytes_up, format_seconds
+from penstock.simulator import simulate
+from penstock.units import format_bytes, format_seconds
 
 GOOD_ENOUGH = 1.0005  # of the bound
 NEAR = 1.01  # of the bound: a first plan that is no nearer is worth solving the linear program again
@@ -84,10 +86,13 @@ def optimal(problem: Problem) -> Decision:
     found: list[tuple[float, Decision]] = []
     for index, (variants, trace) in enumerate(tried):
         left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(tried) - index)
-        iteration_s, decision = _plan(replace(problem, trace=trace, time_limit_s=left_s))
+        program = _with_kernels_of(trace, problem.program or trace)
+        iteration_s, decision = _plan(replace(problem, trace=trace, program=program, time_limit_s=left_s))
         found.append((iteration_s, replace(decision, variants=variants)))
     index = min(range(len(found)), key=lambda one: found[one][0])
-    best = _prefer_host(replace(problem, trace=tried[index][1]), *found[index])
+    trace = tried[index][1]
+    program = _with_kernels_of(trace, problem.program or trace)
+    best = _prefer_host(replace(problem, trace=trace, program=program), *found[index])
     if problem.trace.kernel_variants:  # what was proven for one choice of them is nothing for the others
         best = replace(best, lower_bound_s=bound_s)
     return best
@@ -108,25 +113,47 @@ def _prefer_host(problem: Problem, iteration_s: float, decision: Decision) -> De
     on_disk = [index for index, evict in enumerate(evictions) if evict.tier == "disk"]
     on_disk.sort(key=lambda index: -problem.trace.tensor_bytes[evictions[index].tensor])
     moved = [(index, other) for index in on_disk if (other := room.place(("host",), evictions[index]))]
-    replay = Replay(problem.trace, problem.hardware, problem.budget_bytes)
     while moved:
         changed = list(evictions)
         for index, other in moved:
             changed[index] = other
-        if replay.run(Intervals.of(changed, decision.recomputations)).iteration_s <= iteration_s:
-            return replace(decision, evictions=tuple(changed))
+        after = replace(decision, evictions=tuple(changed))
+        if _as_run(problem, after) <= iteration_s:
+            return after
         moved = moved[: len(moved) // 2]
     return decision
+
+
+def _with_kernels_of(trace: Trace, program: Trace) -> Trace:
+    """What the program does, with the kernels that were chosen for the trace."""
+    return replace(
+        program,
+        kernel_time_s=trace.kernel_time_s,
+        kernel_workspace_bytes=trace.kernel_workspace_bytes,
+        kernel_variants=trace.kernel_variants,
+    )
+
+
+def _as_run(problem: Problem, decision: Decision) -> float:
+    """The time of a step, with what a run does beside the plan."""
+    plan = Plan(
+        policy="optimal",
+        device_budget_bytes=problem.budget_bytes,
+        evictions=decision.evictions,
+        recomputations=decision.recomputations,
+    )
+    return simulate(problem.program or problem.trace, plan, problem.hardware).iteration_s
 
 
 def _plan(problem: Problem) -> tuple[float, Decision]:
     """The time of the best plan for a trace without variants, and the plan."""
     begun_s = time.perf_counter()
     trace = problem.trace
-    if trace.peak_bytes <= problem.budget_bytes:
-        peak, budget = format_bytes_up(trace.peak_bytes), format_bytes(problem.budget_bytes)
-        reason = f"all of the step's {peak} fit in the budget of {budget}"
-        return trace.ideal_s, Decision(lower_bound_s=trace.ideal_s, reason=reason)
+    if (
+        trace.peak_bytes <= problem.budget_bytes
+        and _as_run(problem, Decision()) <= trace.ideal_s * GOOD_ENOUGH
+    ):
+        return trace.ideal_s, Decision(lower_bound_s=trace.ideal_s)
 
     def left_s() -> float:
         return max(problem.time_limit_s - (time.perf_counter() - begun_s), 0.0)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from penstock._native import PlanSearch
 from penstock.core.columns import BoolArray, FloatArray, IntArray, Lists
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import kept_unused
 from penstock.core.plan import Evict, Recompute
 from penstock.core.trace import Periods, Trace
 from penstock.errors import InvalidArgument, SpillSpaceFull
@@ -172,6 +173,7 @@ def search_columns(
     }
     tiers = {"host_bytes": hardware.host_bytes, "disk_bytes": hardware.disk_bytes}
     shares = np.zeros_like(choices.cost_s) if bias is None else bias
+    kept = kept_unused(problem.program or trace)
     table = {
         "tensor": choices.tensor,
         "begin": choices.begin,
@@ -184,6 +186,9 @@ def search_columns(
         "order": integers(choices.order),
         "parent_starts": integers(choices.parents.starts),
         "parents": integers(choices.parents.values),
+        "kept": integers(kept.tensor),
+        "kept_begin": integers(kept.begin),
+        "kept_end": integers(kept.end),
     }
     machine = machine_columns(trace, hardware, problem.budget_bytes) | tiers
     return trace_columns(trace) | kernels, machine, table
