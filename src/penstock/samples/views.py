@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument
-from penstock.samples.order import Indices, Segment, Slots
+from penstock.samples.order import Indices, Segment, Share, Slots
 from penstock.samples.store import Batch, Store
 
 if TYPE_CHECKING:
@@ -52,16 +53,7 @@ class Source(Protocol):
     @property
     def indices_end(self) -> int: ...
     def __len__(self) -> int: ...
-    def sequence(
-        self,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        after: Sequence[Segment] = (),
-        replica: int | None = None,
-        replicas: int | None = None,
-        skip: int = 0,
-    ) -> None: ...
+    def sequence(self, *args: Any, **kwargs: Any) -> None: ...
     def bread(self, n: int) -> Batch | None: ...
 
 
@@ -87,6 +79,59 @@ def bread_of(source: Source, sequence: int, n: int) -> Batch | None:
             "for each Loader that is used at the same time"
         )
     return source.bread(n)
+
+
+class Iteration(Protocol):
+    """One replica's share of an epoch. taken: samples that it has given or left out."""
+
+    taken: int
+
+    def bread(self, n: int) -> Batch | None: ...
+
+
+class Made(ABC):
+    """A source whose epochs are made of those of others. ``sequences``: how many have begun."""
+
+    rank: int
+    world: int
+    sequences = 0
+    _iteration: Iteration | None = None
+
+    @abstractmethod
+    def _begin(self, share: Share) -> Iteration:
+        """Raises InvalidArgument."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iteration": None}
+
+    @property
+    def taken(self) -> int:
+        return 0 if self._iteration is None else self._iteration.taken
+
+    def sequence(
+        self,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        after: Sequence[Segment] = (),
+        replica: int | None = None,
+        replicas: int | None = None,
+        skip: int = 0,
+    ) -> None:
+        """Begin an epoch, as `Store.sequence` says. Raises InvalidArgument."""
+        replicas = self.world if replicas is None else replicas
+        replica = self.rank if replica is None else replica
+        self._iteration = self._begin(Share(seed, epoch, after, replica, replicas, skip))
+        self.sequences += 1
+
+    def bread(self, n: int) -> Batch | None:
+        """The next ``n`` samples of this process's share, as `Store.bread` says."""
+        if n < 1:
+            raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
+        if self._iteration is None:
+            self.sequence()
+        assert self._iteration is not None
+        return self._iteration.bread(n)
 
 
 class DerivedBatch(Batch):
