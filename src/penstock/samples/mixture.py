@@ -28,7 +28,6 @@ from penstock.samples.interleaving import (
 from penstock.samples.order import Indices, Share, Slots
 from penstock.samples.store import Batch
 from penstock.samples.views import (
-    DerivedBatch,
     Iteration,
     Made,
     Source,
@@ -210,7 +209,7 @@ class _Reading:
                 self._sequence = self._source.sequences
 
 
-class MixedBatch(DerivedBatch):
+class MixedBatch(Batch):
     """A batch of several sources' samples. What joins them copies; decoding goes source by source.
 
     sources   [n] int64: which source of the Mixture each sample is of

@@ -24,7 +24,6 @@ from penstock.samples.order import Indices, Share, order_of
 from penstock.samples.store import Batch, Store
 from penstock.samples.threads import DaemonThreads
 from penstock.samples.views import (
-    DerivedBatch,
     Filtered,
     Iteration,
     Made,
@@ -204,7 +203,7 @@ class _ReadAhead:
         self._thread.close()
 
 
-class PackedBatch(DerivedBatch):
+class PackedBatch(Batch):
     """Blocks of tokens. ``indices`` are numbers of blocks, and ``batch[i]`` the int64 tokens of one."""
 
     __slots__ = ("_block", "_firsts", "_pad", "_runs")

@@ -108,9 +108,9 @@ class Batch:
         shown = slice(0, SHOWN)
         indices, sizes = self.indices[shown], np.diff(self.offsets[: SHOWN + 1]).tolist()
         columns = {"index": [str(index) for index in indices], "size": [format_bytes(size) for size in sizes]}
-        columns["name"] = self._origin.names_of(indices)
-        if (labels := self._origin.labels_of(indices)) is not None:
-            columns["class"] = [str(label) for label in labels]
+        columns["name"] = self.names()[shown]
+        if (labels := self.labels) is not None:
+            columns["class"] = [str(label) for label in labels[shown]]
         more = f", the first {SHOWN} of them" if len(self) > SHOWN else ""
         title = f"penstock batch: {len(self):,} samples, {format_bytes(self.data.nbytes)}{more}"
         return html_table(zip(*columns.values(), strict=True), tuple(columns), title)
@@ -123,17 +123,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class _BatchOrigin:
-    """What a batch from another process knows: of its own samples only. It asks for the first so many."""
+    """What a batch from another process knows: of its own samples only."""
 
     decoder: Decoder
     labels: Labels | None
     names: list[str]
 
     def labels_of(self, indices: npt.NDArray[np.int64]) -> Labels | None:
-        return None if self.labels is None else self.labels[: len(indices)]
+        return self.labels
 
     def names_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
-        return self.names[: len(indices)]
+        return self.names
 
 
 logger = logging.getLogger("penstock")

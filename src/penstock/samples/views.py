@@ -134,25 +134,6 @@ class Made(ABC):
         return self._iteration.bread(n)
 
 
-class DerivedBatch(Batch):
-    """A batch made of other batches, which it knows names and labels by."""
-
-    __slots__ = ()
-
-    @property
-    def _origin(self) -> Any:  # type: ignore[override]
-        """Itself, not stored: a batch's memory is reused as soon as nobody holds the batch."""
-        return self
-
-    def names_of(self, indices: Indices) -> list[str]:
-        """Of its own first samples: no others are asked for."""
-        return self.names()[: len(indices)]
-
-    def labels_of(self, indices: Indices) -> Any:
-        labels = self.labels
-        return None if labels is None else labels[: len(indices)]
-
-
 class View:
     """A source that passes on what another gives."""
 
@@ -226,7 +207,7 @@ class Mapped(View):
         return None if batch is None else MappedBatch(batch, self.function)
 
 
-class MappedBatch(DerivedBatch):
+class MappedBatch(Batch):
     """A batch whose fields are what a function makes of each sample."""
 
     __slots__ = ("_batch", "_function")
