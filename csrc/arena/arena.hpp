@@ -194,8 +194,6 @@ class Arena {
   Answer keep_for(void* address, int change, int* error);
   enum class State { kIn, kGuarded, kOut, kStaged, kDropped };
   Answer state(void* address, State* state) const;
-  // kNo if it is out.
-  Answer forget_copy(void* address, int* error);
   std::size_t events_pending() const;
   std::vector<std::pair<std::uintptr_t, Block::Event>> events();
 

@@ -212,12 +212,6 @@ const char* state(std::uintptr_t address) {
   return "out";
 }
 
-void forget_copy(std::uintptr_t address) {
-  if (!checked(address, [](void* block, int* error) { return arena().forget_copy(block, error); }))
-    throw std::runtime_error("the block at address " + std::to_string(address) +
-                             " is out, and its copy is all there is: bring it in first");
-}
-
 // PyGILState_Check is in no limited interface.
 bool is_held() {
   static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
@@ -389,7 +383,6 @@ void bind_arena(nb::module_& module) {
       "arena_bring_in", [](std::uintptr_t address) { without_gil(&Arena::bring_in, address); },
       nb::arg("address"));
   module.def("arena_state", &state, nb::arg("address"));
-  module.def("arena_forget_copy", &forget_copy, nb::arg("address"));
   module.def(
       "arena_drop",
       [](std::uintptr_t address) {

@@ -273,16 +273,6 @@ Arena::Answer Arena::state(void* address, State* state) const {
   return Answer::kYes;
 }
 
-Arena::Answer Arena::forget_copy(void* address, int* error) {
-  const Lock lock(mutex_);
-  auto* block = start(address);
-  if (block == nullptr) return Answer::kUnknown;
-  if (!block->is_in()) return Answer::kNo;
-  if (make_writable(*block)) return Answer::kYes;
-  *error = errno;
-  return Answer::kError;
-}
-
 Arena::Answer Arena::drop(void* address) {
   const Lock lock(mutex_);
   auto* block = start(address);

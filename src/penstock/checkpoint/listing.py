@@ -65,9 +65,9 @@ def folder_of(directory: PathLike) -> Folder | Objects:
     return Objects(str(directory)) if is_object_url(directory) else Folder(path_of(directory))
 
 
-def look_at(path: Path | ObjectPath) -> tuple[Saved, dict[str, Reference]]:
-    """The checkpoint at ``path``, which has a name of `Folder.name_of`; and its tensors by name, as another
-    checkpoint of the same folder can refer to them.
+def look_at(path: Path | ObjectPath) -> tuple[Saved, Source | None]:
+    """The checkpoint at ``path``, which has a name of `Folder.name_of`; where it is whole also its source,
+    closed.
 
     Raises CheckpointError where the next attempt may well find it whole.
     """
@@ -76,16 +76,20 @@ def look_at(path: Path | ObjectPath) -> tuple[Saved, dict[str, Reference]]:
         with Source(path) as source:
             elsewhere = tuple(volume.source.path.name for volume in source.volumes[1:])
             tensor_bytes = sum(entry.size_bytes for entry in source.entries)
-            tensors = {
-                entry.name: Reference(volume.source.path.name, entry)
-                for volume in source.volumes
-                for entry in map(volume.source.header.entries.__getitem__, volume.indexes)
-            }
-            return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere), tensors
+            return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere), source
     except CheckpointError as error:
         if error.errno in _PASSING:
             raise
-        return Saved(step, str(path), 0, problem=str(error)), {}
+        return Saved(step, str(path), 0, problem=str(error)), None
+
+
+def references_to(source: Source) -> dict[str, Reference]:
+    """Its tensors by name, as another checkpoint of the same folder can refer to them."""
+    return {
+        entry.name: Reference(volume.source.path.name, entry)
+        for volume in source.volumes
+        for entry in map(volume.source.header.entries.__getitem__, volume.indexes)
+    }
 
 
 def referring_to(path: Path) -> list[str]:

@@ -14,10 +14,10 @@ from typing import Any
 from penstock.checkpoint import increments
 from penstock.checkpoint.background import SaveHandle
 from penstock.checkpoint.header import Reference
-from penstock.checkpoint.listing import Saved, folder_of, look_at
+from penstock.checkpoint.listing import Saved, folder_of, look_at, references_to
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.saving import Metadata, contents_of, save_in_background, save_now
-from penstock.checkpoint.source import PathLike
+from penstock.checkpoint.source import PathLike, Source
 from penstock.checkpoint.tensors import Stored
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.options import IoOptions
@@ -70,14 +70,17 @@ class Manager(files.Closing):
             # By name, in the order of their steps. Never changed in place: the background replaces it.
             self._saved: dict[str, Saved] = {}
             self._identities = self._folder.identities()
-            self._known: dict[str, Reference] = {}  # tensors of the newest, to which others may refer
+            newest: Source | None = None
             for name in self._identities:
-                found, tensors = look_at(self._folder.at(name))
-                if found.problem:
+                found, source = look_at(self._folder.at(name))
+                if source is None:
                     logger.warning("%s is not counted, and left alone: %s", found.path, found.problem)
                 else:
-                    self._saved[name] = found
-                    self._known = tensors if self._folder.is_exclusive else {}
+                    self._saved[name], newest = found, source
+            # Tensors of the newest, to which others may refer.
+            self._known: dict[str, Reference] = (
+                references_to(newest) if newest is not None and self._folder.is_exclusive else {}
+            )
         except BaseException:
             self._folder.release()
             raise
@@ -186,12 +189,12 @@ class Manager(files.Closing):
 
     def _add(self, path: Path | ObjectPath) -> None:
         """The new checkpoint is durable: count it, and remove what is to be kept no longer."""
-        (found, known), there = look_at(path), self._folder.identities()
-        if found.problem:  # what it needs is not known: nothing is removed
+        (found, source), there = look_at(path), self._folder.identities()
+        if source is None:  # what it needs is not known: nothing is removed
             raise CheckpointError(found.problem)
         # Of the others they stay as they were: those may be other files by now.
         self._identities = {**self._identities, path.name: there.get(path.name)}
-        self._known, self._saved = known, {**self._saved, path.name: found}
+        self._known, self._saved = references_to(source), {**self._saved, path.name: found}
         names = list(self._saved)
         kept = names[-self._keep_last :]
         if self._keep_every is not None:

@@ -24,7 +24,7 @@ from penstock.errors import InvalidArgument, PenstockError, SampleError
 from penstock.samples.catalog import Directory, load_all
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.objects.cache import CacheOptions
-from penstock.samples.places import PathLike, Place
+from penstock.samples.places import PathLike, Place, Progress, reporter
 from penstock.storage.nvme.url import is_url, parse_url
 from penstock.units import format_seconds
 
@@ -110,7 +110,7 @@ def pack_together(
     group: Any,
     *,
     timeout_s: float = 600.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> list[StoreManifest]:
     """Pack a source by all processes of a group, each its partition, into the folder ``dest``.
@@ -123,12 +123,11 @@ def pack_together(
     """
     from penstock.samples.packing import pack
 
-    peers = Rendezvous(group, timeout_s)
+    peers, told = Rendezvous(group, timeout_s), reporter(progress)
 
     def report(samples: int, size_bytes: int) -> None:
         peers.heartbeat()
-        if progress is not None:
-            progress(samples, size_bytes)
+        told(samples, size_bytes)
 
     try:
         manifest = pack(source, dest, rank=peers.rank, world=peers.world, progress=report, **options)

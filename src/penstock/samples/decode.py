@@ -239,10 +239,7 @@ class DecodeThreads:
 
     def close(self) -> None:
         """Let the threads go, once they are done with what they have begun."""
-        if self._pool.inherited:
-            return
-        for future, *_ in self._given:
-            future.cancel()
+        self._pool.cancel()
         self._given.clear()
         self._pool.close()
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from penstock.core import files
 from penstock.errors import InvalidFile
-from penstock.samples.layout import MANIFEST, data_file_name
+from penstock.samples.layout import data_file_name
 from penstock.storage.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -147,16 +147,6 @@ def open_regular(path: Path) -> int:
         raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
     os.set_blocking(descriptor, True)
     return descriptor
-
-
-def read_manifest(folder: str | os.PathLike[str]) -> StoreManifest:
-    """The manifest of the store at ``folder``.
-
-    Raises FileNotFoundError where there is none, InvalidFile where it is damaged.
-    """
-    path = Path(folder) / MANIFEST
-    with open(open_regular(path), "rb") as file:
-        return decoded_manifest(file.read(LARGEST_MANIFEST_BYTES + 1), str(path))
 
 
 def decoded_manifest(text: bytes, path: str) -> StoreManifest:

@@ -25,16 +25,23 @@ from penstock.samples.interleaving import (
     draws_of,
     samples_until_seen,
 )
-from penstock.samples.order import Indices, Segment, Slots
+from penstock.samples.order import Indices, Share, Slots
 from penstock.samples.store import Batch
-from penstock.samples.views import DerivedBatch, Source, bread_of, checked_source, joint_identity
+from penstock.samples.views import (
+    Iteration,
+    Made,
+    Source,
+    bread_of,
+    checked_source,
+    joint_identity,
+)
 
 Weights = Mapping[Any, Any]  # by Source a number: type checkers would take no dict of Packed for it
 
 _MOST_WEIGHT = sys.float_info.max
 
 
-class Mixture:
+class Mixture(Made):
     """Samples of several sources, in given proportions. A Loader takes it as it takes a store.
 
     sources            by source its weight, such as ``{web: 0.7, books: 0.3}``: a Store, or what filtered,
@@ -92,8 +99,6 @@ class Mixture:
         weights = [[begin, [str(weight) for weight in part]] for begin, part in self._schedule]
         parts = [each.identity for each in self.sources]
         self.identity = joint_identity("mixture", json.dumps([parts, weights, self._samples]))
-        self._iteration: _Iteration | None = None
-        self.sequences = 0
 
     def __len__(self) -> int:
         """Samples of an epoch, of all processes."""
@@ -110,64 +115,35 @@ class Mixture:
         )
         return f"Mixture({parts}: {len(self)} samples an epoch)"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_iteration": None}
-
     @property
     def slots(self) -> Slots:
         return tuple(cast(int, source.slots) for source in self.sources)
-
-    @property
-    def taken(self) -> int:
-        return 0 if self._iteration is None else self._iteration.taken
 
     def draws(self, epoch: int = 0) -> tuple[int, ...]:
         """How many samples each of the sources gives in an epoch."""
         stages = draws_of(self._schedule, epoch * self._samples, self._samples)
         return tuple(sum(counts) for counts in zip(*stages, strict=True))
 
-    def sequence(
-        self,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        after: Sequence[Segment] = (),
-        replica: int | None = None,
-        replicas: int | None = None,
-        skip: int = 0,
-    ) -> None:
-        """Begin an epoch, as `Store.sequence` says. Raises InvalidArgument."""
-        left = Left.whole(draws_of(self._schedule, epoch * self._samples, self._samples), self.sizes)
-        for segment in after:
+    def _begin(self, share: Share) -> Iteration:
+        left = Left.whole(draws_of(self._schedule, share.epoch * self._samples, self._samples), self.sizes)
+        for segment in share.after:
             left = left.after(segment)
-        replicas = self.world if replicas is None else replicas
-        replica = self.rank if replica is None else replica
-        if not 0 <= replica < replicas:
-            raise InvalidArgument(f"no such sequence: there is no replica {replica} of {replicas}")
-        self._iteration = _Iteration(self, Division(left, replicas), replica, skip, seed, epoch)
-        self.sequences += 1
-
-    def bread(self, n: int) -> Batch | None:
-        """The next ``n`` samples of this process's share, as `Store.bread` says."""
-        if n < 1:
-            raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
-        if self._iteration is None:
-            self.sequence()
-        assert self._iteration is not None
-        return self._iteration.bread(n)
+        if not 0 <= share.replica < share.replicas:
+            raise InvalidArgument(
+                f"no such sequence: there is no replica {share.replica} of {share.replicas}"
+            )
+        return _Iteration(self, Division(left, share.replicas), share)
 
 
 class _Iteration:
     """One replica's share of an epoch."""
 
-    def __init__(
-        self, mixture: Mixture, division: Division, rank: int, skip: int, seed: int, epoch: int
-    ) -> None:
-        self.taken = skip
+    def __init__(self, mixture: Mixture, division: Division, share: Share) -> None:
+        self.taken = share.skip
         self._firsts = mixture.firsts
-        self._turns = Turns(division, rank, skip)
+        self._turns = Turns(division, share.replica, share.skip)
         self._readings = [
-            _Reading(source, division, number, rank, int(skipped), seed, epoch)
+            _Reading(source, division, number, share._replace(skip=int(skipped)))
             for number, (source, skipped) in enumerate(zip(mixture.sources, self._turns.skipped, strict=True))
         ]
 
@@ -194,14 +170,11 @@ class _Iteration:
 class _Reading:
     """What one replica reads of one source: a pass after the other."""
 
-    def __init__(
-        self, source: Source, division: Division, number: int, rank: int, skip: int, seed: int, epoch: int
-    ) -> None:
-        self._source, self._seed, self._epoch = source, seed, epoch
-        self._replicas, self._rank = division.replicas, np.array([rank])
-        rounds = division.rounds(number, skip)
+    def __init__(self, source: Source, division: Division, number: int, share: Share) -> None:
+        self._source, self._share, self._rank = source, share, np.array([share.replica])
+        rounds = division.rounds(number, share.skip)
         self._pieces: Iterator[Piece] = division.pieces(number, rounds)
-        self._skip = skip - rounds * division.left.sizes[number]
+        self._skip = share.skip - rounds * division.left.sizes[number]
         self._left, self._ahead, self._sequence = 0, 0, -1
 
     def read(self, samples: int) -> Iterator[Batch]:
@@ -224,24 +197,19 @@ class _Reading:
     def _begin_pass(self) -> None:
         while not self._left:
             piece = next(self._pieces)
-            (number,), (share,) = piece.shares(self._rank, self._replicas)
-            skip = min(self._skip, int(share))
+            (number,), (draws,) = piece.shares(self._rank, self._share.replicas)
+            skip = min(self._skip, int(draws))
             self._skip -= skip
-            self._left = int(share) - skip
+            self._left = int(draws) - skip
             if self._left:
                 self._ahead = 0
-                self._source.sequence(
-                    seed=self._seed,
-                    epoch=self._epoch << 32 | piece.of.number,
-                    after=piece.of.after,
-                    replica=int(number),
-                    replicas=self._replicas,
-                    skip=skip,
-                )
+                epoch = self._share.epoch << 32 | piece.of.number
+                mine = self._share._replace(epoch=epoch, after=piece.of.after, replica=int(number), skip=skip)
+                self._source.sequence(**mine._asdict())
                 self._sequence = self._source.sequences
 
 
-class MixedBatch(DerivedBatch):
+class MixedBatch(Batch):
     """A batch of several sources' samples. What joins them copies; decoding goes source by source.
 
     sources   [n] int64: which source of the Mixture each sample is of

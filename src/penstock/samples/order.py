@@ -64,8 +64,10 @@ chunk; the order is that of n samples in as many chunks, and number i is sample 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -126,10 +128,43 @@ def cache_shape(cache_bytes: int, chunk_bytes: int, chunks: int, stores: int = 1
     return CacheShape(buffers - ahead, ahead)
 
 
+Indices = npt.NDArray[np.int64]
+
+
+class Share(NamedTuple):
+    """What one replica is to have of an epoch, as `Store.sequence` says."""
+
+    seed: int
+    epoch: int
+    after: Sequence[Segment]
+    replica: int
+    replicas: int
+    skip: int
+
+
+def order_of(
+    kind: str,
+    samples: int,
+    share: Share,
+    firsts: npt.NDArray[np.uint64] | None = None,
+    slots: int = 0,
+    kept: npt.NDArray[np.uint64] | None = None,
+) -> _native.SampleOrder:
+    """The order of a share. ``firsts``, ``slots``: of "chunk"; ``kept``: as above. Raises InvalidArgument."""
+    after: Any = [(each.replicas, each.slots, list(each.taken)) for each in share.after]
+    try:
+        seed, epoch, replica, replicas, skip = map(operator.index, (*share[:2], *share[3:]))
+        bounds = np.empty(0, np.uint64) if firsts is None else firsts
+        order = _native.SampleOrder(kind, samples, bounds, seed, epoch, replicas, replica, slots, after, kept)
+        order.skip(skip)
+    except (ValueError, TypeError, OverflowError) as error:
+        asked = ", ".join(f"{name}={value}" for name, value in share._asdict().items() if name != "after")
+        raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
+    return order
+
+
 GROUPS = 20
 MOST_BATCHES = 4096
-
-Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from penstock.options import CHUNK_BYTES
 from penstock.samples import layout
 from penstock.samples.builder import Builder, Pieces
 from penstock.samples.manifest import DataFile, StoreManifest
+from penstock.samples.places import Progress, reporter
 from penstock.samples.progress import Packing, Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
@@ -32,8 +33,6 @@ logger = logging.getLogger("penstock")
 
 _PARTITION = re.compile(rf"\.?{layout.PARTITION.pattern}(\.packing)?")
 _PROGRESS_S = 0.1
-
-Progress = Callable[[int, int], None]
 
 
 class FlushPolicy(NamedTuple):
@@ -153,7 +152,7 @@ class _Packer:
         self, source: Source, writer: StoreWriter, policy: FlushPolicy, report: Progress | None
     ) -> None:
         self._source, self._writer, self._policy = source, writer, policy
-        self._report = report or (lambda samples, size_bytes: None)
+        self._report = reporter(report)
         self._recipe = writer.done.recipe
         self._builder = Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes)
         self._size_bytes = 0  # of all samples so far

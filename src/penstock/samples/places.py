@@ -22,7 +22,13 @@ import numpy.typing as npt
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import cannot_open, disk_failure
 from penstock.samples.layout import DIRECTORY, MANIFEST, PARTITION, partition_name
-from penstock.samples.manifest import AGAIN, StoreManifest, open_regular, read_manifest
+from penstock.samples.manifest import (
+    AGAIN,
+    LARGEST_MANIFEST_BYTES,
+    StoreManifest,
+    decoded_manifest,
+    open_regular,
+)
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S
@@ -98,6 +104,14 @@ def lock_pages(address: int, size_bytes: int, path: str) -> None:
 
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
+Progress = Callable[[int, int], None]
+
+
+def reporter(progress: Progress | None) -> Progress:
+    """What is told how far something has come. Raises InvalidArgument where that cannot be called."""
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(f"progress={progress!r} cannot be called: give a function of two numbers")
+    return progress or (lambda *_: None)
 
 
 class Target(NamedTuple):
@@ -147,9 +161,20 @@ class Place(ABC):
     def path_of(self, name: str) -> str:
         """The path of a file, for messages."""
 
-    @abstractmethod
     def manifest(self) -> StoreManifest:
-        """Raises SampleError where there is none, or it cannot be read; InvalidFile where it is damaged."""
+        """Raises SampleError where there is none, or it cannot be read; InvalidFile where it is damaged, or
+        of another partition than the place is named."""
+        manifest = decoded_manifest(self.manifest_text(), self.path_of(MANIFEST))
+        named, held = PARTITION.fullmatch(self.name), (manifest.partition, manifest.partitions)
+        if named is not None and (int(named[1]), int(named[2])) != held:
+            raise InvalidFile(
+                f"{self} holds partition {held[0]} of {held[1]}, which its name denies. Rename it"
+            )
+        return manifest
+
+    @abstractmethod
+    def manifest_text(self) -> bytes:
+        """The bytes of the manifest; of a file that is too large for one, the first. Raises as `manifest`."""
 
     @abstractmethod
     def size_bytes(self, name: str) -> int:
@@ -195,13 +220,12 @@ class Folder(Place):
     def path_of(self, name: str) -> str:
         return str(self.path / name)
 
-    def manifest(self) -> StoreManifest:
+    def manifest_text(self) -> bytes:
         try:
-            manifest = read_manifest(self.path)
+            with open(open_regular(self.path / MANIFEST), "rb") as file:
+                return file.read(LARGEST_MANIFEST_BYTES + 1)
         except OSError as error:
             raise cannot_open(self.path, error) from error
-        check_partition(manifest, self.name, str(self))
-        return manifest
 
     def size_bytes(self, name: str) -> int:
         return os.path.getsize(self.path / name)
@@ -303,18 +327,6 @@ def partition_names(listed: Sequence[str], where: str) -> list[str]:
     if extra := there - set(range(count)):
         raise SampleError(f"{where} has a partition {max(extra)} of only {count}. Pack it again")
     return [partition_name(partition, count) for partition in range(count)]
-
-
-def check_partition(manifest: StoreManifest, name: str, where: str) -> None:
-    """Raises InvalidFile where a partition's name is not what its manifest says."""
-    if (match := PARTITION.fullmatch(name)) and (int(match[1]), int(match[2])) != (
-        manifest.partition,
-        manifest.partitions,
-    ):
-        raise InvalidFile(
-            f"{where} holds partition {manifest.partition} of {manifest.partitions}, which its name denies. "
-            "Rename it"
-        )
 
 
 def check_whole(where: str, partitions: Sequence[object], missing: Sequence[str], remedy: str) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,10 +20,17 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import DTYPES
-from penstock.samples.order import Indices, Segment
+from penstock.samples.order import Indices, Share, order_of
 from penstock.samples.store import Batch, Store
 from penstock.samples.threads import DaemonThreads
-from penstock.samples.views import DerivedBatch, Filtered, checked_source, evaluated, joint_identity
+from penstock.samples.views import (
+    Filtered,
+    Iteration,
+    Made,
+    checked_source,
+    evaluated,
+    joint_identity,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -101,18 +108,10 @@ def packed(
     what = tokens if isinstance(tokens, str) else "function"
     lengths_sum = hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest()  # of functions, which differ
     identity = joint_identity("packed", store.identity, str(block), what, str(window), str(pad), lengths_sum)
-    return Packed(root, identity, pieces, _Form(block, pad, read))
+    return Packed(root, identity, pieces, block, pad, read)
 
 
-class _Form(NamedTuple):
-    """What blocks are made of. read: the tokens of each sample of a batch."""
-
-    block: int
-    pad: int
-    read: _Reading
-
-
-class Packed:
+class Packed(Made):
     """Blocks of tokens, made by `packed`: a source for a Loader or a Mixture.
 
     block   tokens of each
@@ -121,14 +120,14 @@ class Packed:
 
     encoding, order, slots = "record", "full", 0
 
-    def __init__(self, store: Store, identity: str, pieces: Pieces, form: _Form) -> None:
+    def __init__(
+        self, store: Store, identity: str, pieces: Pieces, block: int, pad: int, read: _Reading
+    ) -> None:
         """`packed` does this."""
-        self.store, self.identity, self.block = store, identity, form.block
+        self.store, self.identity, self.block = store, identity, block
         self.rank, self.world = store.rank, store.world
-        self._pieces, self._form = pieces, form
-        self.waste = 1 - int(pieces.lengths.sum()) / (len(self) * form.block)
-        self._ahead: _ReadAhead | None = None
-        self.sequences = self.taken = 0
+        self._pieces, self._pad, self._read = pieces, pad, read
+        self.waste = 1 - int(pieces.lengths.sum()) / (len(self) * block)
 
     def __len__(self) -> int:
         """Blocks."""
@@ -141,73 +140,24 @@ class Packed:
     def __repr__(self) -> str:
         return f"Packed({self.store!r}: {len(self)} blocks of {self.block} tokens, {self.waste:.1%} padding)"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": None}
-
-    def sequence(
-        self,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        after: Sequence[Segment] = (),
-        replica: int | None = None,
-        replicas: int | None = None,
-        skip: int = 0,
-    ) -> None:
-        """Begin an epoch of blocks, as `Store.sequence` says."""
-        replicas = self.world if replicas is None else replicas
-        replica = self.rank if replica is None else replica
-        try:
-            order = _native.SampleOrder(
-                self.order,
-                len(self),
-                np.empty(0, np.uint64),
-                seed=seed,
-                epoch=epoch,
-                replicas=replicas,
-                replica=replica,
-                slots=0,
-                after=[(each.replicas, 0, list(each.taken)) for each in after],
-            )
-            order.skip(skip)
-        except (ValueError, TypeError, OverflowError) as error:
-            asked = f"{seed=}, {epoch=}, {replica=} of {replicas=}, {skip=}"
-            raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
-        if self._ahead is not None:
-            self._ahead.close()
-        self._ahead, self.taken = _ReadAhead(order, self._batch), skip
-        self.sequences += 1
-
-    def bread(self, n: int) -> Batch | None:
-        """The next ``n`` blocks, as `Store.bread` says."""
-        if n < 1:
-            raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
-        if self._ahead is None:
-            self.sequence()
-        assert self._ahead is not None
-        if self._ahead.inherited:
-            raise InvalidArgument(
-                "this process was forked during an epoch, which goes on in its parent: call sequence()"
-            )
-        batch = self._ahead.take(n)
-        self.taken += 0 if batch is None else len(batch)
-        return batch
+    def _begin(self, share: Share) -> Iteration:
+        return _ReadAhead(order_of(self.order, len(self), share), self._batch)
 
     def _batch(self, blocks: Indices) -> PackedBatch:
         """Read these blocks."""
-        pieces, form = self._pieces, self._form
+        pieces, block = self._pieces, self.block
         counts = pieces.firsts[blocks + 1] - pieces.firsts[blocks]
         firsts = np.cumsum([0, *counts])
         chosen = np.arange(firsts[-1]) + np.repeat(pieces.firsts[blocks] - firsts[:-1], counts)
         samples, places = np.unique(pieces.samples[chosen], return_inverse=True)
-        found = form.read(self.store.read_many(samples))
+        found = self._read(self.store.read_many(samples))
         runs = []
         for place, begin, length in zip(
             places.tolist(), pieces.begins[chosen].tolist(), pieces.lengths[chosen].tolist(), strict=True
         ):
             end, there = begin + length, len(found[place])
             # A piece that is no whole block is the last of its sequence.
-            if there < end or (there > end and length < form.block):
+            if there < end or (there > end and length < block):
                 sample = int(samples[place])
                 raise SampleError(
                     f"sample {sample} ({self.store.name(sample)!r}) has {there} tokens, "
@@ -215,48 +165,45 @@ class Packed:
                     "function"
                 )
             runs.append(found[place][begin:end])
-        return PackedBatch(blocks, runs, firsts, form.block, form.pad)
+        return PackedBatch(blocks, runs, firsts, block, self._pad)
 
 
 class _ReadAhead:
     """Reads batches of the size that was asked for last, in order, before they are asked for."""
 
     def __init__(self, order: _native.SampleOrder, read: Callable[[Indices], PackedBatch]) -> None:
-        self._order, self._read = order, read
+        self._order, self._read, self.taken = order, read, order.taken
         self._thread = DaemonThreads("penstock-blocks")
         self._given: collections.deque[tuple[Indices, Future[PackedBatch]]] = collections.deque()
         self._again: Indices = np.empty(0, np.int64)  # drawn, in batches that nobody wants
 
-    @property
-    def inherited(self) -> bool:
-        return self._thread.inherited
-
-    def take(self, n: int) -> PackedBatch | None:
-        """The next ``n`` blocks, fewer at the end, then None."""
+    def bread(self, n: int) -> PackedBatch | None:
+        if self._thread.inherited:
+            raise InvalidArgument(
+                "this process was forked during an epoch, which goes on in its parent: call sequence()"
+            )
         if self._given and len(self._given[0][0]) != n:
             self._again = np.concatenate([blocks for blocks, _ in self._given] + [self._again])
-            for _, future in self._given:
-                future.cancel()
+            self._thread.cancel()
             self._given.clear()
         while len(self._given) <= _AHEAD and len(blocks := self._draw(n)):
             self._given.append((blocks, self._thread.submit(self._read, blocks)))
-        return self._given.popleft()[1].result() if self._given else None
+        if not self._given:
+            return None
+        batch = self._given.popleft()[1].result()
+        self.taken += len(batch)
+        return batch
 
     def _draw(self, n: int) -> Indices:
         again, self._again = self._again[:n], self._again[n:]
         return np.concatenate([again, self._order.take(n - len(again))])
 
-    def close(self) -> None:
-        if not self.inherited:
-            for _, future in self._given:
-                future.cancel()
-            self._thread.close()
-
     def __del__(self) -> None:
-        self.close()
+        self._thread.cancel()
+        self._thread.close()
 
 
-class PackedBatch(DerivedBatch):
+class PackedBatch(Batch):
     """Blocks of tokens. ``indices`` are numbers of blocks, and ``batch[i]`` the int64 tokens of one."""
 
     __slots__ = ("_block", "_firsts", "_pad", "_runs")
@@ -313,7 +260,7 @@ def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
 def _reading_of(store: Store, tokens: Any) -> _Reading:
     """What gives the tokens of each sample of a batch. Raises InvalidArgument."""
     if callable(tokens):
-        return _Called(tokens)
+        return partial(_tokens_of, tokens)
     if not isinstance(tokens, str):
         raise InvalidArgument(
             f"tokens={tokens!r}: give a dtype, the name of a field, or a function of a sample"
@@ -325,8 +272,8 @@ def _reading_of(store: Store, tokens: Any) -> _Reading:
                 f"tokens={tokens!r} is no integer dtype: the samples are bytes, so say of which tokens, such "
                 "as 'uint16'; they have to be little-endian"
             )
-        return _Bytes(dtype)
-    return _Field(tokens)
+        return partial(_tokens_in_bytes, dtype)
+    return partial(_tokens_in_field, tokens)
 
 
 def _little_endian(text: str) -> str:
@@ -348,47 +295,25 @@ def _whole(name: str, value: Any) -> int:
     return found
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """The samples' bytes are tokens."""
-
-    dtype: np.dtype[Any]
-
-    def __call__(self, batch: Batch) -> list[Tokens]:
-        return [_checked(np.frombuffer(sample, self.dtype)) for sample in batch]
+_Reading: TypeAlias = "partial[list[Tokens]]"  # of a batch, the tokens of each sample
 
 
-@dataclass(frozen=True)
-class _Field:
-    """A field holds them."""
-
-    name: str
-
-    def __call__(self, batch: Batch) -> list[Tokens]:
-        decoded = batch.decoded()
-        values = (
-            decoded.get(self.name) if isinstance(decoded, dict) else [each.get(self.name) for each in decoded]
-        )
-        if values is None or any(each is None for each in values):
-            raise InvalidArgument(
-                f"not every sample has a field {self.name!r}: tokens= names one that all have"
-            )
-        return [_checked(each) for each in values]
+def _tokens_in_bytes(dtype: np.dtype[Any], batch: Batch) -> list[Tokens]:
+    return [_checked(np.frombuffer(sample, dtype)) for sample in batch]
 
 
-@dataclass(frozen=True)
-class _Called:
-    """A function makes them of each sample."""
-
-    function: Callable[[Sample], npt.ArrayLike]
-
-    def __call__(self, batch: Batch) -> list[Tokens]:
-        from penstock.samples.decode import decoded
-
-        return [_checked(each) for each in decoded(self.function, batch)]
+def _tokens_in_field(name: str, batch: Batch) -> list[Tokens]:
+    decoded = batch.decoded()
+    values = decoded.get(name) if isinstance(decoded, dict) else [each.get(name) for each in decoded]
+    if values is None or any(each is None for each in values):
+        raise InvalidArgument(f"not every sample has a field {name!r}: tokens= names one that all have")
+    return [_checked(each) for each in values]
 
 
-_Reading: TypeAlias = "_Bytes | _Field | _Called"
+def _tokens_of(function: Callable[[Sample], npt.ArrayLike], batch: Batch) -> list[Tokens]:
+    from penstock.samples.decode import decoded
+
+    return [_checked(each) for each in decoded(function, batch)]
 
 
 def _checked(tokens: Any) -> Tokens:
@@ -404,22 +329,22 @@ def _checked(tokens: Any) -> Tokens:
 
 def _lengths(store: Store | Filtered, root: Store, samples: Indices, tokens: Any, read: _Reading) -> Indices:
     """[n] tokens of each of the samples."""
-    if isinstance(read, _Bytes):
-        sizes = root.sizes(samples)
-        if (uneven := np.flatnonzero(sizes % read.dtype.itemsize)).size:
+    if isinstance(tokens, str) and root.encoding == "raw":
+        sizes, dtype = root.sizes(samples), np.dtype(tokens)
+        if (uneven := np.flatnonzero(sizes % dtype.itemsize)).size:
             sample = int(samples[uneven[0]])
             raise InvalidArgument(
                 f"sample {sample} ({root.name(sample)!r}) has {sizes[uneven[0]]} bytes, which are not whole "
-                f"tokens of {read.dtype.name}: give tokens= the dtype that they were packed with"
+                f"tokens of {dtype.name}: give tokens= the dtype that they were packed with"
             )
-        return sizes // read.dtype.itemsize
-    if isinstance(read, _Field) and root.encoding == "record":
-        fields = {field.name: field for field in root.fields}
-        if read.name not in fields or len(fields[read.name].shape) != 1:
+        return sizes // dtype.itemsize
+    if isinstance(tokens, str) and root.encoding == "record":
+        shapes = {field.name: field.shape for field in root.fields}
+        if len(shapes.get(tokens, ())) != 1:
             raise InvalidArgument(
-                f"tokens={tokens!r} is no field of [tokens]: the fields are {', '.join(fields)}"
+                f"tokens={tokens!r} is no field of [tokens]: the fields are {', '.join(shapes)}"
             )
-        return np.full(len(samples), fields[read.name].shape[0], np.int64)
+        return np.full(len(samples), shapes[tokens][0], np.int64)
     return evaluated(store, lambda batch: [len(each) for each in read(batch)], np.int64)[samples]
 
 

@@ -28,7 +28,7 @@ from penstock.samples.encoding import Decoder
 from penstock.samples.failures import CLOSED, Failure, cannot_read
 from penstock.samples.layout import buffer_bytes
 from penstock.samples.objects.cache import CacheOptions
-from penstock.samples.order import CacheShape, Segment, cache_shape
+from penstock.samples.order import CacheShape, Segment, Share, cache_shape, order_of
 from penstock.samples.places import PathLike
 from penstock.samples.reading import Options, Reader
 from penstock.storage.files import Closing
@@ -108,9 +108,9 @@ class Batch:
         shown = slice(0, SHOWN)
         indices, sizes = self.indices[shown], np.diff(self.offsets[: SHOWN + 1]).tolist()
         columns = {"index": [str(index) for index in indices], "size": [format_bytes(size) for size in sizes]}
-        columns["name"] = self._origin.names_of(indices)
-        if (labels := self._origin.labels_of(indices)) is not None:
-            columns["class"] = [str(label) for label in labels]
+        columns["name"] = self.names()[shown]
+        if (labels := self.labels) is not None:
+            columns["class"] = [str(label) for label in labels[shown]]
         more = f", the first {SHOWN} of them" if len(self) > SHOWN else ""
         title = f"penstock batch: {len(self):,} samples, {format_bytes(self.data.nbytes)}{more}"
         return html_table(zip(*columns.values(), strict=True), tuple(columns), title)
@@ -123,17 +123,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class _BatchOrigin:
-    """What a batch from another process knows: of its own samples only. It asks for the first so many."""
+    """What a batch from another process knows: of its own samples only."""
 
     decoder: Decoder
     labels: Labels | None
     names: list[str]
 
     def labels_of(self, indices: npt.NDArray[np.int64]) -> Labels | None:
-        return None if self.labels is None else self.labels[: len(indices)]
+        return self.labels
 
     def names_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
-        return self.names[: len(indices)]
+        return self.names
 
 
 logger = logging.getLogger("penstock")
@@ -322,32 +322,13 @@ class Store(Catalog, Closing):
         Raises InvalidArgument.
         """
         replicas = self.world if replicas is None else replicas
-        replica = self.rank if replica is None else replica
-        segments: Any = [(each.replicas, each.slots, list(each.taken)) for each in after]
+        share = Share(seed, epoch, after, self.rank if replica is None else replica, replicas, skip)
         firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
-        samples = self._samples
-        chosen = None
+        samples, chosen = self._samples, None
         if kept is not None:  # numbered through, chunk by chunk
             chosen = kept[: np.searchsorted(kept, samples)].astype(np.uint64)
             firsts, samples = np.searchsorted(chosen, firsts).astype(np.uint64), len(chosen)
-        try:
-            index = operator.index
-            order = _native.SampleOrder(
-                self.order,
-                samples,
-                firsts,
-                seed=index(seed),
-                epoch=index(epoch),
-                replicas=index(replicas),
-                replica=index(replica),
-                slots=self.shape.slots,
-                after=segments,
-                kept=chosen,
-            )
-            order.skip(index(skip))
-        except (ValueError, TypeError, OverflowError) as error:
-            asked = f"{seed=}, {epoch=}, {replica=} of {replicas=}, {skip=}"
-            raise InvalidArgument(f"no such sequence, {asked}: {str(error).splitlines()[0]}") from error
+        order = order_of(self.order, samples, share, firsts, self.shape.slots, chosen)
         with self._turn:
             try:
                 self._reading.begin(order, self.shape.ahead)

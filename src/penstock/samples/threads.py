@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -34,6 +35,12 @@ class DaemonThreads:
         future: Future[Any] = Future()
         self._calls.put((future, call, arguments))
         return future
+
+    def cancel(self) -> None:
+        """Drop what has not begun."""
+        with contextlib.suppress(queue.Empty):
+            while self._let_go.alive and not self.inherited and (call := self._calls.get_nowait()):
+                call[0].cancel()
 
     @property
     def inherited(self) -> bool:

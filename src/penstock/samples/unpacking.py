@@ -10,7 +10,7 @@ import errno
 import io
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote_from_bytes
@@ -22,11 +22,11 @@ import numpy.typing as npt
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.layout import DIRECTORY, bytes_of, text_of
 from penstock.samples.manifest import AGAIN
+from penstock.samples.places import Progress, reporter
 from penstock.samples.store import Store, mount
 from penstock.storage.files import Closing
 from penstock.storage.nvme.url import is_url
 
-Progress = Callable[[int, int], None]
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
 BATCH_BYTES = 32 << 20
@@ -68,6 +68,7 @@ def unpack(
     """
     if is_url(dest):
         raise InvalidArgument(f"{dest} is not a local folder: samples are unpacked to one")
+    report = reporter(progress)
     with mount(path, order="full") as store:
         indices = range(len(store)) if names is None else store.indices(names)
         _check_names(store, indices, flat)
@@ -82,8 +83,7 @@ def unpack(
                         writer.write_fields(place, store.decoder.sample(data))
                     size_bytes += len(data)
                 written += len(batch)
-                if progress is not None:
-                    progress(written, size_bytes)
+                report(written, size_bytes)
     return written
 
 

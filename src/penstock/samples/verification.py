@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
-from penstock.errors import InvalidArgument, InvalidFile, SampleError
+from penstock.errors import InvalidFile, SampleError
 from penstock.samples import layout
 from penstock.samples.catalog import Directory
-from penstock.samples.places import Place, check_sums, places_of
+from penstock.samples.places import Place, Progress, check_sums, places_of, reporter
 from penstock.samples.threads import DaemonThreads
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.checksum import crc32c, crc32c_at
 
-Progress = Callable[[int, int], None]
 Numbers = npt.NDArray[np.int64]
 
 ENTRIES_AT_ONCE = 1 << 18
@@ -76,9 +75,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
     reported, and everything else still compared. Raises SampleError where there is no store or a partition
     is missing, InvalidFile where a manifest is damaged.
     """
-    if progress is not None and not callable(progress):
-        raise InvalidArgument(f"progress={progress!r} cannot be called: give a function of samples and bytes")
-    findings = _Findings(progress or (lambda samples, size_bytes: None))
+    findings = _Findings(reporter(progress))
     places = places_of(path)
     for place in places:
         _verify_partition(place, findings, f"{place.name}/" if len(places) > 1 else "")

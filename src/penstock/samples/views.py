@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument
-from penstock.samples.order import Indices, Segment, Slots
+from penstock.samples.order import Indices, Segment, Share, Slots
 from penstock.samples.store import Batch, Store
 
 if TYPE_CHECKING:
@@ -52,16 +53,7 @@ class Source(Protocol):
     @property
     def indices_end(self) -> int: ...
     def __len__(self) -> int: ...
-    def sequence(
-        self,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        after: Sequence[Segment] = (),
-        replica: int | None = None,
-        replicas: int | None = None,
-        skip: int = 0,
-    ) -> None: ...
+    def sequence(self, *args: Any, **kwargs: Any) -> None: ...
     def bread(self, n: int) -> Batch | None: ...
 
 
@@ -89,23 +81,57 @@ def bread_of(source: Source, sequence: int, n: int) -> Batch | None:
     return source.bread(n)
 
 
-class DerivedBatch(Batch):
-    """A batch made of other batches, which it knows names and labels by."""
+class Iteration(Protocol):
+    """One replica's share of an epoch. taken: samples that it has given or left out."""
 
-    __slots__ = ()
+    taken: int
+
+    def bread(self, n: int) -> Batch | None: ...
+
+
+class Made(ABC):
+    """A source whose epochs are made of those of others. ``sequences``: how many have begun."""
+
+    rank: int
+    world: int
+    sequences = 0
+    _iteration: Iteration | None = None
+
+    @abstractmethod
+    def _begin(self, share: Share) -> Iteration:
+        """Raises InvalidArgument."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iteration": None}
 
     @property
-    def _origin(self) -> Any:  # type: ignore[override]
-        """Itself, not stored: a batch's memory is reused as soon as nobody holds the batch."""
-        return self
+    def taken(self) -> int:
+        return 0 if self._iteration is None else self._iteration.taken
 
-    def names_of(self, indices: Indices) -> list[str]:
-        """Of its own first samples: no others are asked for."""
-        return self.names()[: len(indices)]
+    def sequence(
+        self,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        after: Sequence[Segment] = (),
+        replica: int | None = None,
+        replicas: int | None = None,
+        skip: int = 0,
+    ) -> None:
+        """Begin an epoch, as `Store.sequence` says. Raises InvalidArgument."""
+        replicas = self.world if replicas is None else replicas
+        replica = self.rank if replica is None else replica
+        self._iteration = self._begin(Share(seed, epoch, after, replica, replicas, skip))
+        self.sequences += 1
 
-    def labels_of(self, indices: Indices) -> Any:
-        labels = self.labels
-        return None if labels is None else labels[: len(indices)]
+    def bread(self, n: int) -> Batch | None:
+        """The next ``n`` samples of this process's share, as `Store.bread` says."""
+        if n < 1:
+            raise InvalidArgument(f"a batch of {n} samples cannot be read: ask for 1 or more")
+        if self._iteration is None:
+            self.sequence()
+        assert self._iteration is not None
+        return self._iteration.bread(n)
 
 
 class View:
@@ -181,7 +207,7 @@ class Mapped(View):
         return None if batch is None else MappedBatch(batch, self.function)
 
 
-class MappedBatch(DerivedBatch):
+class MappedBatch(Batch):
     """A batch whose fields are what a function makes of each sample."""
 
     __slots__ = ("_batch", "_function")

@@ -104,10 +104,7 @@ def _require_its_trace(trace: Trace, plan: Plan) -> None:
             raise _of_another_trace(f"it moves tensor {tensor} of {trace.tensors}")
     if plan.recomputations and not len(trace.tensor_recompute):
         raise _of_another_trace("it recomputes tensors that no kernel can recompute")
-    _require_variants(trace, plan.variants)
-
-
-def _require_variants(trace: Trace, variants: Sequence[int]) -> None:
+    variants = plan.variants
     if len(variants) not in (0, trace.kernels):
         raise _of_another_trace(f"it has variants of {len(variants)} kernels, of {trace.kernels}")
     for kernel in np.flatnonzero(np.asarray(variants) >= 0).tolist():
@@ -236,11 +233,10 @@ class Replay:
         )
 
     def columns(self, intervals: Intervals, variants: Sequence[int] = ()) -> tuple[Any, ...]:
-        """The columns of a plan. Raises InvalidArgument where it does not match the machine or the trace."""
+        """The columns of a plan. Raises InvalidArgument where the machine lacks a tier of it."""
         for tier in {MOVES[action][0] for action in np.unique(intervals.action).tolist() if action in MOVES}:
             self.hardware.evict_s(tier, 1)
             self.hardware.prefetch_s(tier, 1)
-        _require_variants(self.trace, variants)
         times, workspaces = kernels_as_run(self.trace, variants)
         return (*intervals, np.ascontiguousarray(times, dtype=np.float64), integers(workspaces))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.errors import InvalidFile, SampleError
 from penstock.samples.layout import MANIFEST, data_file_name
-from penstock.samples.manifest import LARGEST_MANIFEST_BYTES, StoreManifest, decoded_manifest
+from penstock.samples.manifest import LARGEST_MANIFEST_BYTES, StoreManifest
 from penstock.samples.objects.cache import CachedStore, CacheOptions, DiskCache
 from penstock.samples.objects.fetching import Fetched
 from penstock.samples.places import (
@@ -20,7 +20,6 @@ from penstock.samples.places import (
     Place,
     StoreFile,
     Target,
-    check_partition,
     check_size,
     check_whole,
     mapped,
@@ -110,12 +109,13 @@ class ObjectPlace(Place):
 
     def manifest(self) -> StoreManifest:
         if self._manifest is None:
-            path = self.path_of(MANIFEST)
-            with as_sample_errors():
-                self._text = bytes(self._bucket.read(MANIFEST, most_bytes=LARGEST_MANIFEST_BYTES))
-            self._manifest = decoded_manifest(self._text, path)
-            check_partition(self._manifest, self.name, str(self))
+            self._manifest = super().manifest()
         return self._manifest
+
+    def manifest_text(self) -> bytes:
+        with as_sample_errors():
+            self._text = bytes(self._bucket.read(MANIFEST, most_bytes=LARGEST_MANIFEST_BYTES))
+        return self._text
 
     def size_bytes(self, name: str) -> int:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from penstock.errors import InvalidFile, SampleError
 from penstock.samples import layout
@@ -11,6 +11,7 @@ from penstock.samples.failures import cannot_open
 from penstock.samples.layout import MANIFEST
 from penstock.samples.manifest import AGAIN, open_regular
 from penstock.samples.objects.place import as_sample_errors
+from penstock.samples.places import Progress
 from penstock.samples.remote.local import LocalStore, Upload
 from penstock.storage.checksum import crc32c
 from penstock.storage.objects import Bucket
@@ -21,9 +22,7 @@ _FILES = "|".join(map(re.escape, (MANIFEST, *layout.FILES)))
 _NAME = re.compile(rf"(?:{layout.PARTITION.pattern}/)?(?:{_FILES}|data-\d{{5}}\.bin)", re.ASCII)
 
 
-def upload_to_objects(
-    bucket: Bucket, store: LocalStore, *, overwrite: bool, progress: Callable[[int, int], None]
-) -> Upload:
+def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, progress: Progress) -> Upload:
     """See `penstock.samples.upload`. A store is whole once its manifests are there, which come last."""
     with as_sample_errors():
         there = bucket.listed()

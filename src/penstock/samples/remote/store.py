@@ -13,13 +13,12 @@ import numpy as np
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import from_target
 from penstock.samples.layout import MANIFEST
-from penstock.samples.manifest import LARGEST_MANIFEST_BYTES, StoreManifest, decoded_manifest
+from penstock.samples.manifest import LARGEST_MANIFEST_BYTES
 from penstock.samples.places import (
     Bytes,
     Place,
     StoreFile,
     Target,
-    check_partition,
     check_size,
     check_whole,
     partition_names,
@@ -198,16 +197,14 @@ class RemotePlace(Place):
     def path_of(self, name: str) -> str:
         return f"{name} of {self}"
 
-    def manifest(self) -> StoreManifest:
+    def manifest_text(self) -> bytes:
         file, path = self._file(MANIFEST), self.path_of(MANIFEST)
         if file.size_bytes > LARGEST_MANIFEST_BYTES:
             raise InvalidFile(f"{path} has {file.size_bytes} bytes: it is no manifest. {AGAIN}")
         text = self.load(MANIFEST, file.size_bytes)
         if crc32c(text.data) != file.crc32c:
             raise InvalidFile(f"{path} is damaged: its checksum is wrong. {AGAIN}")
-        manifest = decoded_manifest(text.tobytes(), path)
-        check_partition(manifest, self._partition, str(self))
-        return manifest
+        return text.tobytes()
 
     def size_bytes(self, name: str) -> int:
         return self._file(name).size_bytes

@@ -7,13 +7,13 @@ import itertools
 import logging
 import queue
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import cannot_open, from_target
 from penstock.samples.manifest import AGAIN, open_regular
-from penstock.samples.places import PathLike
+from penstock.samples.places import PathLike, Progress, reporter
 from penstock.samples.remote.layout import (
     EXTENT_BYTES,
     PROGRESS_RECORD_BYTES,
@@ -40,8 +40,6 @@ from penstock.storage.threads import in_parallel
 from penstock.units import format_bytes, format_bytes_up
 
 logger = logging.getLogger("penstock")
-
-Progress = Callable[[int, int], None]
 
 EXTENTS_AT_ONCE = 8  # between two notes of what is durable
 COMPARED_EXTENTS = 4  # of those that are noted as durable, before an upload goes on
@@ -72,24 +70,19 @@ def upload(
     or somebody else writes there, or the target fails; InvalidFile where the store is damaged;
     InvalidArgument.
     """
-    if progress is not None and not callable(progress):
-        raise InvalidArgument(
-            f"progress={progress!r} cannot be called: give a function of two sizes in bytes"
-        )
+    report = reporter(progress)
     if is_object_url(url):
         from penstock.samples.objects.upload import upload_to_objects
 
         bucket = Bucket(url, timeout_s)
-        return upload_to_objects(
-            bucket, local_store(store), overwrite=overwrite, progress=progress or (lambda *_: None)
-        )
+        return upload_to_objects(bucket, local_store(store), overwrite=overwrite, progress=report)
     parsed = parse_url(url)
     if parsed.fragment:
         raise InvalidArgument(f"{url!r} names a partition: a store takes all of a namespace. Leave # out")
     local = local_store(store)
     try:
         with Namespace(parsed, timeout_s) as namespace:
-            return upload_to(namespace, str(parsed), local, overwrite=overwrite, progress=progress)
+            return upload_to(namespace, str(parsed), local, overwrite=overwrite, progress=report)
     except TargetError as error:
         raise from_target(error, "The same upload goes on where this one stopped") from error
 
@@ -116,7 +109,7 @@ def upload_to(
             "or pack the store in partitions and upload each to a namespace of its own"
         )
     total_bytes, written_bytes = sum(store.sizes.values()), 0
-    progress = progress or (lambda durable_bytes, total_bytes: None)
+    report = reporter(progress)
     fresh = replace(
         plan.superblock,
         upload_id=secrets.token_bytes(16),
@@ -125,7 +118,7 @@ def upload_to(
     )
     superblock, _ = _begin(device, name, fresh, overwrite)
     if superblock.complete:
-        progress(total_bytes, total_bytes)
+        report(total_bytes, total_bytes)
     else:
         try:
             with Lease(device) as lease:
@@ -135,7 +128,7 @@ def upload_to(
                     done = writer.done() if goes_on else {}
                     if not done:
                         writer.clear()
-                    written_bytes = writer.write_extents(done, progress)
+                    written_bytes = writer.write_extents(done, report)
                     writer.finish(done)
         except Held as held:
             raise SampleError(
