@@ -23,6 +23,7 @@ class _Flow(NamedTuple):
     victim: int  # key of a run, -1 where memory is free
     target: int
     turns: bool  # the pages that leave join the queue immediately: the head does not end before the run
+    joins: bool  # the pages that come join the run immediately: the run does not end before the head
 
 
 class _Lane:
@@ -110,7 +111,7 @@ class Flows:
         oldest: int | None = None
         oldest_unspared: int | None = None
         if full:
-            oldest = memory.victim(())
+            oldest = memory.oldest()
             oldest_unspared = memory.victim(spared)
         sources = {queue.source for queue in self._order if queue}
         incoming = _Lane(self.hardware, "host_to_device", "disk_read", both={HOST, DISK} <= sources)
@@ -136,7 +137,8 @@ class Flows:
             outgoing.use(target, rate)
             turns = victim >= 0 and queue.demand and queue.only_one and target == queue.source
             turns = turns and memory.run(victim)[0] == queue.tensor
-            flows.append(_Flow(queue, rate, victim, target, turns))
+            joins = victim >= 0 and memory.open_run(queue.tensor) == victim
+            flows.append(_Flow(queue, rate, victim, target, turns, joins))
         return flows
 
     def _target(self, key: int, queue: Queue, alive: Container[int]) -> int:
@@ -154,10 +156,10 @@ class Flows:
         for flow in flows:
             if not flow.turns:
                 until_s = min(until_s, flow.queue.head_bytes / flow.bytes_per_s)
-            if flow.victim >= 0:
-                leaving[flow.victim] += flow.bytes_per_s
-            else:
+            if flow.victim < 0:
                 growth += flow.bytes_per_s
+            elif not flow.joins:
+                leaving[flow.victim] += flow.bytes_per_s
             to_host += flow.bytes_per_s * ((flow.target == HOST) - (flow.queue.source == HOST))
         for key, bytes_per_s in leaving.items():
             until_s = min(until_s, memory.run(key)[1] / bytes_per_s)
@@ -170,6 +172,12 @@ class Flows:
     def _move(self, flow: _Flow, size_bytes: float, needed: Container[int]) -> None:
         if not flow.turns and flow.queue.head_bytes - size_bytes <= TOLERANCE:
             size_bytes = flow.queue.head_bytes
+        source = flow.queue.source
+        if flow.joins:
+            self.memory.swap(flow.queue, size_bytes, flow.target)
+            self.moved_bytes[_OUT[flow.target]] += size_bytes
+            self.moved_bytes[_IN[source]] += size_bytes
+            return
         if flow.victim >= 0:
             tensor, run_bytes = self.memory.run(flow.victim)
             if run_bytes == 0:  # another flow has taken the last of it: the next step finds another
@@ -179,5 +187,5 @@ class Flows:
             self.moved_bytes[_OUT[flow.target]] += size_bytes
             if tensor in needed:
                 self.memory.request(tensor, self.demands)
-        self.moved_bytes[_IN[flow.queue.source]] += size_bytes
+        self.moved_bytes[_IN[source]] += size_bytes
         self.memory.arrive(flow.queue, size_bytes)

@@ -47,14 +47,13 @@ class Queue:
     def head_bytes(self) -> float:
         return self._entries[0][1]
 
-    def take(self, size_bytes: float) -> bool:
-        """Take bytes of the first entry; true where that was the rest of it."""
+    def take(self, size_bytes: float) -> float:
+        """Take bytes of the first entry: those that are left of it. It goes where that is less than one."""
         entry = self._entries[0]
         entry[1] -= size_bytes
-        if entry[1] > TOLERANCE:
-            return False
-        self._entries.popleft()
-        return True
+        if entry[1] <= TOLERANCE:
+            self._entries.popleft()
+        return entry[1]
 
 
 class Memory:
@@ -103,12 +102,23 @@ class Memory:
             added.append(max(missing, 0.0))
         return added
 
+    def oldest(self) -> int | None:
+        """The key of the run that came first."""
+        return next(iter(self._runs), None)
+
     def victim(self, spared: Container[int]) -> int | None:
-        """The key of the oldest run whose tensor is not ``spared``."""
-        for key, run in self._runs.items():
-            if run[0] not in spared:
+        """The key of the oldest run of a page or more whose tensor is not ``spared``."""
+        for key, (tensor, size_bytes) in self._runs.items():
+            if tensor not in spared and size_bytes > PAGE_BYTES - TOLERANCE:
                 return key
         return None
+
+    def open_run(self, tensor: int) -> int | None:
+        """The key of the run that pages of the tensor join when they arrive; None where they begin one."""
+        # Pages that arrive side by side interleave; they are kept as one run each. The oldest run is
+        # about to leave, so that what arrives now must not join it.
+        key = self._open.get(tensor)
+        return None if key not in self._runs or key == self.oldest() else key
 
     def run(self, key: int) -> tuple[int, float]:
         """Its tensor and bytes; no bytes where it has left."""
@@ -117,21 +127,30 @@ class Memory:
 
     def arrive(self, queue: Queue, size_bytes: float) -> None:
         """The first bytes of ``queue`` reach the device."""
-        tensor, source = queue.tensor, queue.source
+        tensor = queue.tensor
         self.free_bytes -= size_bytes
-        key = self._open.get(tensor)
-        # Pages that arrive side by side interleave; they are kept as one run each. The oldest run is
-        # about to leave, so that what arrives now must not join it.
-        if key is None or key not in self._runs or key == next(iter(self._runs)):
+        key = self.open_run(tensor)
+        if key is None:
             key = self._next_key
             self._next_key += 1
             self._runs[key] = [tensor, 0.0]
             self._open[tensor] = key
         self._runs[key][1] += size_bytes
+        self._take(queue, size_bytes)
+
+    def swap(self, queue: Queue, size_bytes: float, target: int) -> None:
+        """The first bytes of ``queue`` join a run of their tensor, as many of which leave for ``target``."""
+        self._enter_tier(target, queue.tensor, size_bytes)
+        self._take(queue, size_bytes)
+
+    def _take(self, queue: Queue, size_bytes: float) -> None:
+        tensor, source = queue.tensor, queue.source
         self._leave_tier(source, tensor, size_bytes)
         self.queued[source][tensor] -= size_bytes
-        if queue.take(size_bytes):
+        left_bytes = queue.take(size_bytes)
+        if left_bytes <= TOLERANCE:
             self._open.pop(tensor, None)
+            self.queued[source][tensor] -= left_bytes
         if self.queued[source][tensor] <= TOLERANCE:
             self.queued[source][tensor] = 0.0
 
@@ -144,6 +163,9 @@ class Memory:
             size_bytes += run[1]
             del self._runs[key]
         self.free_bytes += size_bytes
+        self._enter_tier(target, tensor, size_bytes)
+
+    def _enter_tier(self, target: int, tensor: int, size_bytes: float) -> None:
         self.at[target][tensor] += size_bytes
         if target == HOST:
             self.host_room_bytes -= size_bytes

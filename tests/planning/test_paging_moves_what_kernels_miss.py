@@ -1,5 +1,7 @@
 """Demand paging: what kernels miss comes, what came first leaves, and nothing is lost on the way."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -144,6 +146,31 @@ def test_what_cannot_be_paged_is_refused() -> None:
         simulate_paging(trace, machine(device=20, host=5, disk=0))
     with pytest.raises(SpillSpaceFull):
         simulate_paging(trace, machine(device=10, host=0, disk=15))
+
+
+def test_prefetches_that_send_away_what_they_bring_come_to_an_end() -> None:
+    # The only pages that may leave for those of two tensors are their own, which came just before.
+    step = Step()
+    weight = step.tensor(PAGE, "weight", persistent=True)
+    for index, pages in enumerate((1, 5, 5, 1)):
+        step.kernel(f"k{index}", 0.0, [] if index else [weight], [step.tensor(pages * PAGE)])
+    hardware = replace(machine(device=1), device_bytes=6 * PAGE, host_bytes=3 * PAGE)
+    result = simulate_paging(step.trace(), hardware, "deepum", faults=FREE, prefetch_degree=2)
+    assert result.peak_bytes == 6 * PAGE
+    assert result.moved_bytes == {"host_to_device": 6 * PAGE, "device_to_host": 6 * PAGE}
+
+
+def test_fractions_of_bytes_are_not_waited_for() -> None:
+    # The first output comes beside a weight of the disk, each of them by parts of a page.
+    step = Step()
+    weights = [step.tensor(PAGE, "weight", persistent=True) for _ in range(4)]
+    made = [step.tensor(pages * PAGE) for pages in (5, 5, 5, 1)]
+    for index, inputs in enumerate(([], [weights[3], made[0], weights[1]], [weights[3], weights[0]], [])):
+        step.kernel(f"k{index}", 0.0, inputs, [made[index]])
+    hardware = replace(machine(device=1, host=0), device_bytes=13 * PAGE, disk_read_bytes_per_s=2e8)
+    result = simulate_paging(step.trace(), hardware, "deepum", prefetch_degree=1)
+    assert result.peak_bytes == 13 * PAGE
+    assert result.moved_bytes["disk_write"] == 4 * PAGE
 
 
 @st.composite
