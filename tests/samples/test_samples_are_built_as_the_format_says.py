@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._native import SampleNames, sample_keys, sample_sums
-from penstock.samples.builder import Builder, lookup_of
+from penstock.samples.builder import Block, Builder, lookup_of
 from penstock.storage.checksum import crc32c
 from tests.support.stores import LARGE, key_of, write_store
 
@@ -62,7 +62,7 @@ def add_many(builder: Builder, samples: Sequence[Sample], labels: Sequence[int] 
     names, name_ends = joined([encode(name) for name, _ in samples])
     data, data_ends = joined([data for _, data in samples])
     numbers = None if labels is None else np.array(labels, np.int32)
-    builder.add_many(names, name_ends, data, data_ends, numbers)
+    builder.add_many(Block(names, name_ends, data, data_ends, numbers))
 
 
 def columns(files: dict[str, bytearray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -255,7 +255,7 @@ def test_a_batch_that_does_not_fit_changes_nothing(case: str) -> None:
     builder = Builder(CHUNK_BYTES, 2 * CHUNK_BYTES)
     before = builder.state()
     with pytest.raises(ValueError, match=message):
-        builder.add_many(*joined(names), *joined(contents))
+        builder.add_many(Block(*joined(names), *joined(contents)))
     with pytest.raises(ValueError, match=message.replace("sample 1", "sample 0")):
         builder.add(names[1], contents[1])
     assert (builder.samples, builder.pending_bytes, builder.state()) == (0, 0, before)
@@ -267,9 +267,9 @@ def test_ends_must_ascend_within_the_bytes(ends: list[int]) -> None:
     letters, good, bad = np.frombuffer(b"abc", np.uint8), np.array([1, 2], np.int64), np.array(ends, np.int64)
     for name_ends, data_ends in ((good, bad), (bad, good)):
         with pytest.raises(ValueError, match="ends"):
-            builder.add_many(letters, name_ends, letters, data_ends)
+            builder.add_many(Block(letters, name_ends, letters, data_ends))
     with pytest.raises(ValueError, match="one label"):
-        builder.add_many(letters, good, letters, good, np.zeros(3, np.int32))
+        builder.add_many(Block(letters, good, letters, good, np.zeros(3, np.int32)))
     assert builder.pending_bytes == 0
 
 
@@ -279,11 +279,11 @@ def test_there_are_65536_data_files_and_no_more() -> None:
     letters = np.full(count + 1, ord("a"), np.uint8)
     ends = np.arange(1, count + 2, dtype=np.int64)
     with pytest.raises(ValueError, match="data file 65536 of 65536"):
-        builder.add_many(letters, ends, letters, ends)
+        builder.add_many(Block(letters, ends, letters, ends))
     assert builder.samples == 0
     for begin in range(0, count, 4096):  # 16 MiB of padded data files at a time
         part = slice(begin, begin + 4096)
-        builder.add_many(letters[part], ends[:4096], letters[part], ends[:4096])
+        builder.add_many(Block(letters[part], ends[:4096], letters[part], ends[:4096]))
         builder.take()
     with pytest.raises(ValueError, match="data file 65536 of 65536"):
         builder.add(b"one more", b"1")

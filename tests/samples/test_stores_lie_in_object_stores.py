@@ -487,11 +487,11 @@ def test_a_chunk_that_two_keep_counts_once(tmp_path: Path, monkeypatch: pytest.M
     reserve, data = caches[0].reserve, np.zeros(4096, np.uint8)
 
     def meanwhile(size_bytes: int) -> bool:
-        stores[1].keep(0, 0, 1, 0, data, lambda descriptor: 0)
+        stores[1].files[0].keep(0, 1, 0, data, lambda descriptor: 0)
         return reserve(size_bytes)
 
     monkeypatch.setattr(caches[0], "reserve", meanwhile)
-    stores[0].keep(0, 0, 1, 0, data, lambda descriptor: 0)
+    stores[0].files[0].keep(0, 1, 0, data, lambda descriptor: 0)
     assert caches[0]._used() == 4096
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,35 @@ _MOST_SINGLE_BYTES = 1 << 20  # of samples that came one by one, until they are 
 _MOST_SINGLES = 1 << 12
 _STATE_MARK = 0x31444C424B545350  # "PSTKBLD1"
 _STATE_WORDS = 11  # then three for each data file, and the checksum
+
+
+class Block(NamedTuple):
+    """Samples one after the other, encoded: many at once.
+
+    names      uint8: their names' bytes, back to back
+    name_ends  [n] int64: where each name ends in names
+    data       uint8: their bytes, back to back
+    data_ends  [n] int64: where each sample ends in data
+    labels     [n] int32, or None: no sample has a class
+    """
+
+    names: Bytes
+    name_ends: Numbers
+    data: Bytes
+    data_ends: Numbers
+    labels: npt.NDArray[np.int32] | None = None
+
+    def part(self, begin: int, end: int) -> Block:
+        """Those from ``begin`` up to ``end``."""
+        ends = self.name_ends, self.data_ends
+        names, data = (slice(int(each[begin - 1]) if begin else 0, int(each[end - 1])) for each in ends)
+        return Block(
+            self.names[names],
+            self.name_ends[begin:end] - names.start,
+            self.data[data],
+            self.data_ends[begin:end] - data.start,
+            None if self.labels is None else self.labels[begin:end],
+        )
 
 
 class Builder:
@@ -70,7 +99,7 @@ class Builder:
         if type(data) is not bytes:
             data = bytes(memoryview(data).cast("B"))  # the caller may use its memory again
         if len(self._closed) + 1 >= layout.MOST_DATA_FILES:  # whether it still fits is known at once
-            self.add_many(*joined((name,)), *joined((data,)), np.array([label], np.int32))
+            self.add_many(Block(*joined((name,)), *joined((data,)), np.array([label], np.int32)))
             return
         self._check(self.samples, len(name), len(data))
         self._singles.append((name, data, label))
@@ -79,19 +108,13 @@ class Builder:
         if self._single_bytes >= _MOST_SINGLE_BYTES or len(self._singles) >= _MOST_SINGLES:
             self._build_singles()
 
-    def add_many(
-        self,
-        names: Bytes,
-        name_ends: Numbers,
-        data: Bytes,
-        data_ends: Numbers,
-        labels: npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Samples side by side; see `Block`. All of them, or none where one does not fit."""
+    def add_many(self, block: Block) -> None:
+        """Samples side by side. All of them, or none where one does not fit."""
         self._build_singles()
-        names, name_ends = np.asarray(names, np.uint8), np.asarray(name_ends, np.int64)
-        data, data_ends = np.array(data, np.uint8), np.asarray(data_ends, np.int64)
-        self._add(names, name_ends, data, data_ends, None if labels is None else np.asarray(labels, np.int32))
+        sizes = (np.asarray(ends, np.int64) for ends in (block.name_ends, block.data_ends))
+        names, data = np.asarray(block.names, np.uint8), np.array(block.data, np.uint8)
+        labels = None if block.labels is None else np.asarray(block.labels, np.int32)
+        self._add(Block(names, next(sizes), data, next(sizes), labels))
 
     def finish(self) -> None:
         """No more samples: closes the last chunk, and pads the last data file."""
@@ -160,17 +183,11 @@ class Builder:
             names, contents, labels = zip(*self._singles, strict=True)
             self.pending_bytes -= self._single_bytes + sum(map(len, names))
             self._singles, self._single_bytes = [], 0
-            self._add(*joined(names), *joined(contents), np.array(labels, np.int32))
+            self._add(Block(*joined(names), *joined(contents), np.array(labels, np.int32)))
 
-    def _add(
-        self,
-        names: Bytes,
-        name_ends: Numbers,
-        data: Bytes,
-        data_ends: Numbers,
-        labels: npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """All is checked before anything changes. ``data`` is not copied."""
+    def _add(self, block: Block) -> None:
+        """All is checked before anything changes. The data is not copied."""
+        names, name_ends, data, data_ends, labels = block
         count = len(name_ends)
         if len(data_ends) != count:
             raise ValueError(f"{count} name ends and {len(data_ends)} data ends: each sample has one of both")

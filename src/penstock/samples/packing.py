@@ -17,13 +17,13 @@ import numpy as np
 from penstock.errors import InvalidArgument, SampleError
 from penstock.options import CHUNK_BYTES
 from penstock.samples import layout
-from penstock.samples.builder import Builder, Pieces
+from penstock.samples.builder import Block, Builder, Pieces
 from penstock.samples.manifest import DataFile, StoreManifest
 from penstock.samples.places import Progress, reporter
 from penstock.samples.progress import Packing, Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
-from penstock.samples.sources.source import Block, RawSample, Source
+from penstock.samples.sources.source import RawSample, Source
 from penstock.samples.writing import Packed, StoreWriter
 from penstock.storage.nvme.url import is_url
 from penstock.storage.objects import was_object_url
@@ -187,7 +187,7 @@ class _Packer:
     def _add(self, item: RawSample | Block) -> None:
         try:
             if isinstance(item, Block):
-                self._builder.add_many(*item)
+                self._builder.add_many(item)
                 self._size_bytes += item.data.nbytes
             else:
                 name, data, label = item

@@ -19,9 +19,9 @@ from penstock.samples.catalog import Directory
 from penstock.samples.failures import CLOSED, warn_once
 from penstock.samples.layout import data_file_name
 from penstock.samples.objects.cache import CacheOptions
-from penstock.samples.objects.fetching import Fetcher
+from penstock.samples.objects.fetching import Fetched, Fetcher
 from penstock.samples.order import ORDERS
-from penstock.samples.places import Place, StoreFile
+from penstock.samples.places import Bytes, Place, StoreFile
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
@@ -151,7 +151,7 @@ class Reader:
                     verify=self._options.verify,
                     copy_threads=_copy_threads(self._options.copy_threads),
                     depth=_DEPTH,
-                    fetched=[(*which, each.held, each.held_file) for which, each in fetched.items()],
+                    fetched=[(*which, *_held(each)) for which, each in fetched.items()],
                 )
                 try:
                     self._fetcher = Fetcher(reader, fetched) if fetched else None
@@ -239,6 +239,11 @@ class Reader:
         chunks = directory.chunks.view(np.uint8).reshape(-1, 16)
         chunk_bytes = directory.manifest.chunk_bytes
         return directory.entries, directory.sums, chunks, directory.large, chunk_bytes, data_files
+
+
+def _held(file: Fetched) -> tuple[Bytes, int]:
+    """What is here of a file that is fetched, and the descriptor of that."""
+    return (np.empty(0, np.uint8), -1) if file.kept is None else (file.kept.held, file.kept.held_file)
 
 
 def _close_all(closing: Sequence[StoreFile | Place]) -> None:

@@ -28,11 +28,11 @@ from penstock import _native
 from penstock.core.files import sync_folder
 from penstock.errors import SampleError
 from penstock.samples import layout, progress
-from penstock.samples.builder import Pieces, joined, lookup_of, with_lengths
+from penstock.samples.builder import Block, Pieces, joined, lookup_of, with_lengths
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest
 from penstock.samples.places import Folder
 from penstock.samples.progress import Packing
-from penstock.samples.sources.source import Block, RawSample, as_block
+from penstock.samples.sources.source import RawSample, as_block
 from penstock.samples.threads import DaemonThreads
 from penstock.storage.checksum import crc32c
 from penstock.storage.files import Closing

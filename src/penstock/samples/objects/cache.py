@@ -293,16 +293,47 @@ def _shrink(folder: Path, wanted_bytes: int, all_of_it: bool) -> int:
 class CachedFile(NamedTuple):
     """A data file in the cache.
 
+    cache        that it is in
     descriptor   of its bytes, of which only what `held` says are there
     direct_file  the same for direct I/O; -1 where there is none
     held         [chunks]: what of each is there, shared by all processes
     held_file    a descriptor of what `held` is a mapping of
     """
 
+    cache: DiskCache
     descriptor: int
     direct_file: int
     held: Bytes
     held_file: int
+
+    def keep(self, chunk: int, bit: int, begin: int, data: Bytes, give: Callable[[int], int]) -> None:
+        """Write bytes of it from ``begin`` on, what ``bit`` says of a chunk, if they fit.
+
+        give   hands them to who waits for them, and returns how many of them it has written to a descriptor
+               for direct I/O, where it is given one: they are not needed again before the next epoch
+        """
+        # Blocks that it shares with its neighbours count for each of them.
+        span = align_up(begin + data.nbytes, BLOCK_BYTES) - align_down(begin, BLOCK_BYTES)
+        is_reserved = False
+        try:
+            is_reserved = not self.held[chunk] & bit and self.cache.reserve(span)
+        except OSError as error:  # somebody has removed the folder
+            self.cache.stop_growing(error)
+        done = give(self.direct_file if is_reserved and span == data.nbytes else -1)
+        if not is_reserved:
+            return
+        try:
+            while done < data.nbytes:
+                done += os.pwrite(self.descriptor, data.data[done:], begin + done)
+            held = int(self.held[chunk])
+            if not held & bit:
+                # Of two that note something of a chunk at once one may be lost: that is fetched again.
+                os.pwrite(self.held_file, bytes([held | bit]), chunk)
+                return
+        except OSError as error:
+            self.cache.stop_growing(error)
+        with contextlib.suppress(OSError):  # it is not kept, or somebody else has kept it: it counts once
+            self.cache.give_back(span)
 
 
 class CachedStore:
@@ -331,43 +362,12 @@ class CachedStore:
             held_file = self._open(f"held-{number:05d}.bin")
             held = _mapped_bits(held_file, chunks, folder)
             direct_file = direct if alignment_bytes <= BLOCK_BYTES else -1
-            self.files.append(CachedFile(data_file, direct_file, held, held_file))
+            self.files.append(CachedFile(cache, data_file, direct_file, held, held_file))
 
     def _open(self, name: str) -> int:
         descriptor = os.open(self.folder / name, _OPEN, _FILE_MODE)
         self._opened.callback(os.close, descriptor)
         return descriptor
-
-    def keep(
-        self, number: int, chunk: int, bit: int, begin: int, data: Bytes, give: Callable[[int], int]
-    ) -> None:
-        """Write bytes of a data file from ``begin`` on, what ``bit`` says of a chunk, if they fit.
-
-        give   hands them to who waits for them, and returns how many of them it has written to a descriptor
-               for direct I/O, where it is given one: they are not needed again before the next epoch
-        """
-        # Blocks that it shares with its neighbours count for each of them.
-        span = align_up(begin + data.nbytes, BLOCK_BYTES) - align_down(begin, BLOCK_BYTES)
-        file, is_reserved = self.files[number], False
-        try:
-            is_reserved = not file.held[chunk] & bit and self.cache.reserve(span)
-        except OSError as error:  # somebody has removed the folder
-            self.cache.stop_growing(error)
-        done = give(file.direct_file if is_reserved and span == data.nbytes else -1)
-        if not is_reserved:
-            return
-        try:
-            while done < data.nbytes:
-                done += os.pwrite(file.descriptor, data.data[done:], begin + done)
-            held = int(file.held[chunk])
-            if not held & bit:
-                # Of two that note something of a chunk at once one may be lost: that is fetched again.
-                os.pwrite(file.held_file, bytes([held | bit]), chunk)
-                return
-        except OSError as error:
-            self.cache.stop_growing(error)
-        with contextlib.suppress(OSError):  # it is not kept, or somebody else has kept it: it counts once
-            self.cache.give_back(span)
 
     def close(self) -> None:
         """Idempotent."""

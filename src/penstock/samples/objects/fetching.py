@@ -17,8 +17,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.samples.failures import LOST
-from penstock.samples.objects.cache import BLOCK_BYTES
-from penstock.samples.places import Bytes
+from penstock.samples.objects.cache import BLOCK_BYTES, CachedFile
 from penstock.storage.aligned import align_down, align_up
 from penstock.storage.objects import ObjectError
 
@@ -32,18 +31,12 @@ _CLOSE_S = 0.3
 class Fetched(NamedTuple):
     """A data file whose bytes are fetched.
 
-    held      [chunks]: what of each chunk this machine has; empty where nothing is kept
-    held_file a descriptor of what `held` is a mapping of; -1 where nothing is kept
-    read      gives its bytes from where to where. Raises ObjectError
-    has_room  whether so many bytes more can be kept
-    keep      keeps whole blocks: chunk, bit, where they begin, their bytes, and what hands them on
+    read   gives its bytes from where to where. Raises ObjectError
+    kept   what this machine has of it; None where nothing is kept
     """
 
-    held: Bytes
-    held_file: int
     read: Callable[[int, int], memoryview]
-    has_room: Callable[[int], bool]
-    keep: Callable[[int, int, int, Bytes, Callable[[int], int]], None]
+    kept: CachedFile | None = None
 
 
 class Fetcher:
@@ -111,10 +104,11 @@ class Fetcher:
     ) -> None:
         """See `_native.SampleReader.take_fetches`."""
         file, key = self._files[part, number], (part, number, chunk, bit)
-        if (first, last) != (begin, end) and not file.has_room(end - begin):
-            begin, end, key = first, last, (part, number, -1, ticket)  # only this, for nobody else
-        elif file.has_room(end - begin):  # whole blocks are written past the page cache; a file has no others
+        if file.kept is not None and file.kept.cache.has_room(end - begin):
+            # Whole blocks are written past the page cache; a file has no others.
             begin, end = align_down(begin, BLOCK_BYTES), align_up(end, BLOCK_BYTES)
+        elif (first, last) != (begin, end):
+            begin, end, key = first, last, (part, number, -1, ticket)  # only this, for nobody else
         with self._lock:
             if (others := self._bringing.get(key)) is not None:
                 others.append(ticket)
@@ -135,10 +129,10 @@ class Fetcher:
         if data is not None:
             array = np.frombuffer(data, np.uint8)
             give = partial(self._reader.give_fetch, tickets.pop(), begin, array)
-            if key[2] < 0:
+            if key[2] < 0 or file.kept is None:
                 give(-1)
             else:
-                file.keep(chunk, bit, begin, array, give)
+                file.kept.keep(chunk, bit, begin, array, give)
         with self._lock:
             tickets += self._bringing.pop(key)  # who comes later finds what is kept
         for each in tickets:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -31,11 +30,6 @@ from penstock.storage.threads import in_parallel
 
 AGAIN = "Upload the store again (penstock samples upload --overwrite)"
 _RANGE_BYTES = 8 << 20  # of a small file that is not so small
-_NOTHING_HELD = np.empty(0, np.uint8)
-
-
-def _keep_nothing(chunk: int, bit: int, begin: int, data: Bytes, give: Callable[[int], int]) -> None:
-    give(-1)
 
 
 def object_places(url: str, timeout_s: float, cache: CacheOptions | None) -> list[Place]:
@@ -175,13 +169,10 @@ class ObjectPlace(Place):
         store = self._store()
         numbers = [data_file_name(number) for number in range(len(self.manifest().data_files))]
         if store is None or name not in numbers:
-            nothing = Fetched(_NOTHING_HELD, -1, read, lambda size_bytes: False, _keep_nothing)
-            return StoreFile(lambda: Target(-1, -1, 1, 0), read_into, lambda: None, nothing)
-        number = numbers.index(name)
-        kept = store.files[number]
-        fetched = Fetched(kept.held, kept.held_file, read, store.cache.has_room, partial(store.keep, number))
+            return StoreFile(lambda: Target(-1, -1, 1, 0), read_into, lambda: None, Fetched(read))
+        kept = store.files[numbers.index(name)]
         target = Target(kept.descriptor, -1, 1, 0)
-        return StoreFile(lambda: target, read_into, lambda: None, fetched)
+        return StoreFile(lambda: target, read_into, lambda: None, Fetched(read, kept))
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
         reason = self._failure or os.strerror(error_number or errno.EIO)

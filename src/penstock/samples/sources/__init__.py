@@ -10,8 +10,9 @@ from typing import Any
 
 from penstock.errors import InvalidArgument
 from penstock.options import FORMATS as MODULES
+from penstock.samples.builder import Block
 from penstock.samples.sources.paths import format_of_path, format_of_value
-from penstock.samples.sources.source import Block, RawSample, Source
+from penstock.samples.sources.source import RawSample, Source
 
 _OF_ONE_PATH = ("folder", "mds", "arrays")
 

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
+from penstock.samples.builder import Block
 from penstock.samples.encoding import Decoder, array_of, stored_dtype
 from penstock.samples.manifest import Field
-from penstock.samples.sources.source import BLOCK_BYTES, MOST_CLASSES, Block, Numbered, numbers, printable
+from penstock.samples.sources.source import BLOCK_BYTES, MOST_CLASSES, Numbered, numbers, printable
 
 _UNREADABLE = (
     ValueError,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError, installing
-from penstock.samples.builder import joined
+from penstock.samples.builder import Block, joined
 from penstock.samples.encoding import DTYPES, encode
 from penstock.samples.layout import bytes_of
 from penstock.samples.manifest import Field
@@ -22,7 +22,6 @@ from penstock.samples.sources.arrays import label_classes, record_block
 from penstock.samples.sources.paths import shards_of
 from penstock.samples.sources.source import (
     BLOCK_BYTES,
-    Block,
     Labels,
     Numbered,
     RawSample,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument, SampleError
+from penstock.samples.builder import Block
 from penstock.samples.layout import bytes_of, text_of
 from penstock.samples.manifest import Field
 
@@ -37,35 +38,6 @@ class RawSample(NamedTuple):
     name: str
     data: bytes | bytearray | memoryview
     label: int = -1
-
-
-class Block(NamedTuple):
-    """Samples one after the other, encoded: many at once.
-
-    names      uint8: their names' bytes, back to back
-    name_ends  [n] int64: where each name ends in names
-    data       uint8: their bytes, back to back
-    data_ends  [n] int64: where each sample ends in data
-    labels     [n] int32, or None: no sample has a class
-    """
-
-    names: npt.NDArray[np.uint8]
-    name_ends: npt.NDArray[np.int64]
-    data: npt.NDArray[np.uint8]
-    data_ends: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int32] | None = None
-
-    def part(self, begin: int, end: int) -> Block:
-        """Those from ``begin`` up to ``end``."""
-        ends = self.name_ends, self.data_ends
-        names, data = (slice(int(each[begin - 1]) if begin else 0, int(each[end - 1])) for each in ends)
-        return Block(
-            self.names[names],
-            self.name_ends[begin:end] - names.start,
-            self.data[data],
-            self.data_ends[begin:end] - data.start,
-            None if self.labels is None else self.labels[begin:end],
-        )
 
 
 def as_block(sample: RawSample) -> Block:
