@@ -387,7 +387,9 @@ def test_a_few_bytes_say_nothing_of_a_disk(planned: tuple[penstock.Trace, pensto
 def many(moved: list[Moved]) -> list[Moved]:
     """The same copies again and again, until they are enough to tell rates."""
     step_s = max(move.finished_s for move in moved)
-    times = range(1 + LEAST_BYTES // sum(move.size_bytes for move in moved if move.link == "disk_read"))
+    links = ("disk_read", "disk_write")
+    fewest = min(sum(move.size_bytes for move in moved if move.link == link) for link in links)
+    times = range(1 + LEAST_BYTES // fewest)
     return [
         move._replace(started_s=move.started_s + time * step_s, finished_s=move.finished_s + time * step_s)
         for time in times

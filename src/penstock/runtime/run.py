@@ -381,8 +381,6 @@ class Offload:
         self._time_last_step()
         if kind is None and self._measured and None not in self._measured:
             kind = next(reversed(self._measured))
-        if kind is None:
-            self._kinds.plan_what_waits()
         measured, followed = self._measured.get(kind), self._kinds.latest(kind)
         if measured is None or followed is None:
             named = "" if kind is None else f" of the kind {kind!r}"

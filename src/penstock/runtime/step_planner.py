@@ -67,6 +67,7 @@ class StepKind:
     recorded         the step whose kernel times have drifted; None before it was recorded
     least_steps      that follow the plan before the next one is made
     joint            where the plan is that of several ranks
+    makes_state      of the optimizer: it is not seen again, and its plan serves the next step up to there
     """
 
     trace: Trace
@@ -81,6 +82,7 @@ class StepKind:
     least_steps: int = LEAST_STEPS
     steps: int = 0
     joint: JointStep | None = None
+    makes_state: bool = False
 
     def has_grown(self, tensor_bytes: int) -> bool:
         """Whether a step whose tensors take so much is too large for the trace."""
@@ -137,14 +139,10 @@ class StepPlanner:
         kind = self._checked(trace, plan, hardware)
         return replace(kind, plan=plan, recordings_left=RECORDINGS, fixed=True)
 
-    def recorded(
-        self, trace: Trace, hardware: Hardware, before: StepKind | None, wait: bool = False
-    ) -> StepKind:
-        """A kind of step with a plan for what was just recorded; without one yet where it can ``wait``."""
+    def recorded(self, trace: Trace, hardware: Hardware, before: StepKind | None) -> StepKind:
+        """A kind of step with a plan for what was just recorded."""
         self.minimum_bytes = max(self.minimum_bytes, minimum_bytes(trace))
         trace = fastest(None if before is None else before.trace, trace)
-        if wait:
-            return StepKind(trace, None, unplanned(trace), hardware, RECORDINGS)
         left = RECORDINGS if before is None else before.recordings_left
         try:
             limit_s = planning_s(trace) / (1 if left <= 1 else 2)

@@ -161,11 +161,14 @@ class StepKinds:
         if kind is None:
             if len(known) < MOST_KINDS:
                 self._wanted.discard(name)
-                # The step that makes the optimizer's state is not seen again. The user's own plan goes first.
-                wait = not known and _makes_state(recording)
-                made = self.planner.recorded(trace, hardware, None, wait)
+                makes_state = not known and _makes_state(recording)
+                made = self.planner.recorded(trace, hardware, None)
+                made.makes_state = makes_state
+                seen_once = [old for old in known if old.makes_state]
+                known[:] = [old for old in known if not old.makes_state]
+                # The user's own plan goes first.
                 known.insert(int(bool(known) and known[0].fixed), made)
-                if self.plan is None:
+                if self.plan is None or seen_once:
                     self._follow(name, known[0])
             return False
         was_wanted = kind.recordings_left > 0
@@ -185,15 +188,6 @@ class StepKinds:
             self._follow(name, known[0])
             return False
         return True
-
-    def plan_what_waits(self) -> None:
-        """Plan the first step now, where its plan was to wait for the second one."""
-        known = self._known.get(None, [])
-        for position, kind in enumerate(known):
-            latest = self._latest.get(None)
-            if (latest is None or latest.plan is None) and kind.plan is None and kind.recordings_left:
-                known[position] = self.planner.recorded(kind.trace, kind.hardware, kind)
-                self._follow(None, known[position])
 
     def latest(self, name: str | None) -> StepKind | None:
         """What the latest step of this name has followed, or the next one will; None before the first."""
