@@ -38,7 +38,7 @@ from rich.table import Table
 
 from penstock import _native
 from penstock.samples import layout
-from penstock.samples.builder import Builder, Pieces, lookup_of
+from penstock.samples.builder import Block, Builder, Pieces, lookup_of
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest
 from penstock.storage.checksum import crc32c
 
@@ -116,7 +116,7 @@ class Columns:
         for begin in range(0, samples, 1_000_000):
             names = names_of(begin, min(begin + 1_000_000, samples))
             nothing, count = np.empty(0, np.uint8), len(names)
-            builder.add_many(names.reshape(-1), ends_of(count, NAME_BYTES), nothing, ends_of(count, 0))
+            builder.add_many(Block(names.reshape(-1), ends_of(count, NAME_BYTES), nothing, ends_of(count, 0)))
             self.keep(builder.take())
         builder.finish()
         self.keep(builder.take())
@@ -167,7 +167,7 @@ def build(samples: int, size_bytes: int, data: np.ndarray) -> dict[str, float]:
         names = names_of(begin, begin + TAKE_SAMPLES).reshape(-1)
         name_ends, data_ends = ends_of(TAKE_SAMPLES, NAME_BYTES), ends_of(TAKE_SAMPLES, size_bytes)
         begin_s = time.perf_counter()
-        builder.add_many(names, name_ends, data, data_ends)
+        builder.add_many(Block(names, name_ends, data, data_ends))
         pieces = builder.take()
         pieces_s += time.perf_counter() - begin_s
         for name, parts in kept.items():

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -10,15 +11,20 @@
 #include <chrono>
 #include <list>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
 #include "io/blocking.hpp"
 #include "io/transfers.hpp"
+#include "sync.hpp"
+#include "threads.hpp"
 #ifdef __linux__
 #include "io/ring.hpp"
 #include "nvme/nvme_io.hpp"
@@ -105,11 +111,74 @@ std::vector<std::uint64_t> tokens_of(const nb::sequence& records) {
   return tokens;
 }
 
+// Transfers, and the thread that calls on_done where theirs do not.
+class Background {
+ public:
+  Background(Transfers::MakeIo make_io, const Limits& limits)
+      : transfers(std::move(make_io), limits, deliver), deliverer_([this] { deliver_the_rest(); }) {}
+  Background(const Background&) = delete;
+  Background& operator=(const Background&) = delete;
+  ~Background() { close(); }
+
+  // As that of Transfers. Without the GIL.
+  bool close(std::optional<std::chrono::duration<double>> timeout = {}) {
+    const auto begun = std::chrono::steady_clock::now();
+    if (!transfers.close(timeout)) return false;
+    if (process_ != getpid() || deliverer_.get_id() == std::this_thread::get_id()) return true;
+    std::unique_lock lock(mutex_);
+    const auto ended = [this] { return ended_; };
+    if (!timeout) {
+      changed_.wait(lock, ended);
+    } else if (!changed_.wait_for(lock, *timeout - (std::chrono::steady_clock::now() - begun), ended)) {
+      return false;
+    }
+    if (deliverer_.joinable()) deliverer_.join();
+    return true;
+  }
+
+  // Ends without anybody who waits: who gives it up may be one of its threads, or hold what they need.
+  static void give_up(std::unique_ptr<Background> given) {
+    if (given->process_ != getpid()) {  // the parent's threads seem to wait here
+      (void)given.release();
+      return;
+    }
+    if (!given->deliverer_.joinable()) return;  // it was closed
+    auto* const left = given.release();
+    try {
+      std::thread([left] {
+        begin_thread("penstock-io");
+        delete left;
+      }).detach();
+    } catch (const std::system_error&) {  // no thread can be had: it stays
+    }
+  }
+
+  Transfers transfers;
+
+ private:
+  void deliver_the_rest() {
+    begin_thread("penstock-io");
+    for (auto finished = transfers.wait(); !finished.empty(); finished = transfers.wait()) deliver(finished);
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    changed_.notify_all();
+  }
+
+  const int process_ = getpid();
+  Mutex mutex_;
+  Condition changed_;
+  bool ended_ = false;
+  std::thread deliverer_;
+};
+
 // Of records that have a file, an address and so on: penstock.storage.transfer.Transfer.
 class PythonTransfers {
  public:
   PythonTransfers(std::string_view kind, std::vector<std::string> methods, unsigned depth, const Limits& limits)
-      : methods_(std::move(methods)), transfers_(maker_of(kind, depth), limits, deliver) {}
+      : methods_(std::move(methods)), background_(std::make_unique<Background>(maker_of(kind, depth), limits)) {}
+  PythonTransfers(const PythonTransfers&) = delete;
+  PythonTransfers& operator=(const PythonTransfers&) = delete;
+  ~PythonTransfers() { Background::give_up(std::move(background_)); }
 
   void submit(const nb::sequence& records) {
     std::vector<Transfer> asked;
@@ -119,7 +188,7 @@ class PythonTransfers {
     bool accepted = false;
     try {
       const nb::gil_scoped_release release;
-      accepted = transfers_.submit(asked, &at_once);
+      accepted = background_->transfers.submit(asked, &at_once);
     } catch (...) {
       for (const auto record : records) record.dec_ref();
       throw;
@@ -129,7 +198,7 @@ class PythonTransfers {
       return;
     }
     for (const auto record : records) record.dec_ref();
-    const auto error = transfers_.broken();
+    const auto error = background_->transfers.broken();
     if (error == 0) throw nb::value_error("the transport is closed");
     const auto broken = nb::module_::import_(kRecords).attr("TransportBroken")(error);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(broken.ptr())), broken.ptr());
@@ -139,31 +208,18 @@ class PythonTransfers {
   std::size_t cancel(const nb::sequence& records) {
     const auto tokens = tokens_of(records);
     const nb::gil_scoped_release release;
-    return transfers_.cancel(tokens);
+    return background_->transfers.cancel(tokens);
   }
 
   void raise_priority(const nb::sequence& records) {
     const auto tokens = tokens_of(records);
     const nb::gil_scoped_release release;
-    transfers_.raise_priority(tokens);
-  }
-
-  // Calls on_done where the native threads do not, until the end.
-  void deliver_the_rest() {
-    while (true) {
-      std::list<Transfer> finished;
-      {
-        const nb::gil_scoped_release release;
-        finished = transfers_.wait();
-      }
-      if (finished.empty()) return;
-      call_on_done(finished);
-    }
+    background_->transfers.raise_priority(tokens);
   }
 
   bool close(double timeout_s) {
     const nb::gil_scoped_release release;
-    return transfers_.close(std::chrono::duration<double>(timeout_s));
+    return background_->close(std::chrono::duration<double>(timeout_s));
   }
 
  private:
@@ -193,7 +249,7 @@ class PythonTransfers {
   }
 
   const std::vector<std::string> methods_;
-  Transfers transfers_;
+  std::unique_ptr<Background> background_;
 };
 
 void construct(PythonTransfers* self, std::string_view kind, std::vector<std::string> methods, unsigned depth,
@@ -232,7 +288,6 @@ void bind_transfers(nb::module_& module) {
       .def("submit", &PythonTransfers::submit, nb::arg("transfers"))
       .def("cancel", &PythonTransfers::cancel, nb::arg("transfers"))
       .def("raise_priority", &PythonTransfers::raise_priority, nb::arg("transfers"))
-      .def("deliver_the_rest", &PythonTransfers::deliver_the_rest)
       .def("close", &PythonTransfers::close, nb::arg("timeout_s"));
 }
 

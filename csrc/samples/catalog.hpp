@@ -78,14 +78,11 @@ class Catalog {
   std::uint64_t chunks() const { return chunks_; }
   std::uint64_t size_bytes() const { return size_bytes_; }  // of all samples
   std::uint64_t largest_chunk_bytes() const { return largest_chunk_bytes_; }
-  bool anything_remote() const {
-    return std::ranges::any_of(partitions_, [](const auto& partition) {
-      return std::ranges::any_of(partition.data_files, &DataFile::remote);
-    });
-  }
-  bool anything_fetched() const {
-    return std::ranges::any_of(partitions_, [](const auto& partition) {
-      return std::ranges::any_of(partition.data_files, &DataFile::fetched);
+  // Whether some data file is `what`: remote, or fetched.
+  template <class What>
+  bool anything(What DataFile::*what) const {
+    return std::ranges::any_of(partitions_, [what](const auto& partition) {
+      return std::ranges::any_of(partition.data_files, what);
     });
   }
   std::uint64_t chunk_bytes(const Extent& extent) const { return partitions_[extent.partition].chunk_bytes; }

@@ -125,13 +125,13 @@ bool ReadQueue::close(Clock::time_point deadline) {
 
 Reads::Reads(const Catalog& catalog, bool direct, bool ring, unsigned depth, MakeIo make_io)
     : catalog_(catalog), direct_(direct), ring_(ring), depth_(depth), make_io_(std::move(make_io)),
-      fetches_(catalog.anything_fetched() ? std::make_shared<Fetches>(catalog) : nullptr) {}
+      fetches_(catalog.anything(&DataFile::fetched) ? std::make_shared<Fetches>(catalog) : nullptr) {}
 
 std::unique_ptr<ReadQueue> Reads::make_queue(Traffic traffic) {
   Limits limits{depth_, kPieceBytes, 64U << 10, 1};  // chunks are aligned: they need no staging
   if (traffic == Traffic::samples && direct_) limits = {depth_, kPieceBytes, 256U << 10, 16};
   if (make_io_) return std::make_unique<ReadQueue>([this] { return make_io_(depth_); }, limits);
-  if (catalog_.anything_remote()) {
+  if (catalog_.anything(&DataFile::remote)) {
     uses_ring_ = ring_ && ring_works();
     return std::make_unique<ReadQueue>(
         [depth = depth_, ring = ring_] { return nvme::make_nvme_io(depth, ring); }, limits);

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +143,31 @@ def test_a_full_disk_budget_is_one_clear_error_and_the_model_trains_on(
     expected, same = small_gpt()
     iterate(expected, same, 0)
     assert weights(model) == weights(expected)
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+def test_what_a_failed_backward_had_ready_does_not_keep_a_closed_run(
+    tmp_path: Path, hardware: penstock.Hardware
+) -> None:
+    with penstock.offload(device_budget="300KiB", spill_dir=tmp_path, hardware=hardware) as run:
+        weight = torch.ones(64, 64, requires_grad=True)
+        saved = weight.exp()
+        squared = saved.square()
+        with pytest.raises(ArithmeticError), run.step():
+            (squared + _Failing.apply(weight)).sum().backward()  # autograd begins with the latest
+        kept = weakref.ref(saved)
+        del saved, squared
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock._native import SampleNames
-from penstock.samples.builder import Builder, lookup_of
+from penstock.samples.builder import Block, Builder, lookup_of
 from tests.support.stores import key_of
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # directory, names, anchors
@@ -22,7 +22,7 @@ def joined(parts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 def arrays_of(names: list[bytes]) -> Arrays:
     builder = Builder(4096, 1 << 40)
-    builder.add_many(*joined(names), np.empty(0, np.uint8), np.zeros(len(names), np.int64))
+    builder.add_many(Block(*joined(names), np.empty(0, np.uint8), np.zeros(len(names), np.int64)))
     builder.finish()
     _, files = builder.take()
     directory = np.frombuffer(files["directory.bin"], np.uint64).reshape(-1, 2)

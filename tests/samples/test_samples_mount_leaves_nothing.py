@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidArgument, SampleError
-from penstock.samples import pack
+from penstock.samples import pack, reading
 from penstock.samples.store import Store, mount
 from tests.support.sample_stores import epoch, mounted, some_samples
 from tests.support.stores import write_store
@@ -80,6 +80,19 @@ def test_a_thousand_mounts_leave_nothing(tmp_path: Path) -> None:
     content = some_samples(20)
     write_store(tmp_path, content, data_file_bytes=20_000)
     assert run(MOUNTS, tmp_path, len(content[3][1])) == "done\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+def test_an_interrupted_mount_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    mounted(tmp_path, some_samples()).close()
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(reading, "available_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mount(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_closing_is_the_end(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
-from penstock.storage.native import SLOT_BYTES, PosixTransport, UringTransport
+from penstock.storage.native import SLOT_BYTES, CopyTransport, NvmeTransport, PosixTransport, UringTransport
 from penstock.storage.transfer import (
     DEMAND,
     EVICT,
@@ -554,6 +555,62 @@ def test_close_waits_for_everything_and_is_idempotent(bench: Bench) -> None:
     bench.transport.close()
     with pytest.raises(ValueError, match="closed"):
         bench.transport.submit([changed(transfers[0])])
+
+
+def left_by(work: Callable[[], None]) -> tuple[int, int]:
+    """Native threads and descriptors more than before, once those that end have ended."""
+
+    def counted() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    threads, descriptors = counted()
+    work()
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        now = counted()
+        left = max(now[0] - threads, 0), max(now[1] - descriptors, 0)
+        if not any(left) or time.monotonic() > deadline_s:
+            return left
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("make", [UringTransport, PosixTransport, CopyTransport, NvmeTransport])
+def test_what_an_interrupt_kept_from_anybody_leaves_nothing(make: Callable[[], Transport]) -> None:
+    """An interrupt that comes before the transport has a name."""
+    try:
+        make().close()
+    except TransportUnavailable as reason:
+        pytest.skip(str(reason))
+
+    def make_some() -> None:
+        for _ in range(5):
+            make()
+
+    assert left_by(make_some) == (0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_last_reference_may_go_on_a_thread_of_its_own(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    memory = Memory()
+
+    def submit_and_forget() -> None:
+        over = Gathered(count)
+        held: list[Transport] = [PosixTransport(2)]
+
+        def tell(transfer: Transfer) -> None:
+            over(transfer)
+            held.clear()
+
+        with open_file(path, "r") as opened:
+            reads = [
+                Transfer("read", opened.file, 0, memory.take(bytes(100)), 100, "staged") for _ in range(count)
+            ]
+            submit(held[0], reads, tell)
+            assert all(each.error_number == 0 for each in over.wait())
+
+    assert left_by(submit_and_forget) == (0, 0)
 
 
 def test_cancelled_requests_are_not_carried_out(bench: Bench) -> None:

@@ -63,9 +63,6 @@ class Requests:
         self._transfers = _native.Transfers(
             "nvme", ["direct", "buffered"], depth, piece_bytes, slot_bytes, 4, threads
         )
-        # What ends while more is under way waits to be fetched.
-        self._teller = threading.Thread(target=self._transfers.deliver_the_rest, daemon=True)
-        self._teller.start()
 
     def _note_over(self, transfer: Transfer) -> None:
         with self._changed:
@@ -113,7 +110,6 @@ class Requests:
 
     def close(self) -> None:
         assert self._transfers.close(WAIT_S)
-        self._teller.join(WAIT_S)
 
 
 @contextmanager

@@ -461,6 +461,7 @@ class Offload:
     def _give_back(self) -> None:
         """Bring back what is away, and give everything back. Where that does not fit, or fails, the run
         lingers: its disk space lasts as long as its tensors."""
+        _drop_failed_backward()
         recomputed = self._recompute_all()
         try:
             self._engine.drain()
@@ -489,3 +490,10 @@ class Offload:
         state = "closed" if self._closed else counted(self._steps, "step")
         budget = format_bytes(self._engine.budget_bytes)
         return f"<penstock.Offload on {self._device_name}, budget {budget}, {state}>"
+
+
+def _drop_failed_backward() -> None:
+    """Autograd keeps what was ready to run as a backward of this thread failed, and all that it saved, until
+    the next one."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from penstock.samples.interleaving import (
     draws_of,
     samples_until_seen,
 )
-from penstock.samples.order import Indices, Share, Slots
+from penstock.samples.order import Indices, Share
 from penstock.samples.store import Batch
 from penstock.samples.views import (
     Iteration,
@@ -92,7 +92,8 @@ class Mixture(Made):
             samples_per_epoch = samples_until_seen(self._schedule, sizes)
         self._samples = _samples_of(samples_per_epoch)
         self.firsts = np.cumsum([0, *(each.indices_end for each in self.sources)])
-        self.sizes = tuple(sizes)
+        self.indices_end, self.sizes = int(self.firsts[-1]), tuple(sizes)
+        self.slots = tuple(cast(int, source.slots) for source in self.sources)
         encodings = {source.encoding for source in self.sources}
         self.encoding = encodings.pop() if len(encodings) == 1 else "mixed"
         self.order = " ".join(source.order for source in self.sources)
@@ -104,20 +105,12 @@ class Mixture(Made):
         """Samples of an epoch, of all processes."""
         return self._samples
 
-    @property
-    def indices_end(self) -> int:
-        return int(self.firsts[-1])
-
     def __repr__(self) -> str:
         parts = ", ".join(
             f"{float(weight):.3g} of {source!r}"
             for source, weight in zip(self.sources, self._schedule[0].weights, strict=True)
         )
         return f"Mixture({parts}: {len(self)} samples an epoch)"
-
-    @property
-    def slots(self) -> Slots:
-        return tuple(cast(int, source.slots) for source in self.sources)
 
     def draws(self, epoch: int = 0) -> tuple[int, ...]:
         """How many samples each of the sources gives in an epoch."""

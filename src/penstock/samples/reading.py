@@ -125,10 +125,10 @@ class Reader:
                 for number, data_file in enumerate(directory.manifest.data_files):
                     wanted_bytes = data_file.chunks * directory.manifest.chunk_bytes
                     self._files[-1].append(directory.place.open(data_file_name(number), wanted_bytes))
+            self.io_path = self._choose_io()
         except BaseException:
             self.close()
             raise
-        self.io_path = self._choose_io()
 
     def reader(self) -> _native.SampleReader:
         """What reads, made at first need: none of its threads survives a fork. SampleError once closed."""

@@ -127,15 +127,12 @@ class Packed(Made):
         self.store, self.identity, self.block = store, identity, block
         self.rank, self.world = store.rank, store.world
         self._pieces, self._pad, self._read = pieces, pad, read
+        self.indices_end = len(self)
         self.waste = 1 - int(pieces.lengths.sum()) / (len(self) * block)
 
     def __len__(self) -> int:
         """Blocks."""
         return len(self._pieces.firsts) - 1
-
-    @property
-    def indices_end(self) -> int:
-        return len(self)
 
     def __repr__(self) -> str:
         return f"Packed({self.store!r}: {len(self)} blocks of {self.block} tokens, {self.waste:.1%} padding)"

@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,38 +23,6 @@ if TYPE_CHECKING:
     from penstock.samples.decode import Sample
 
 _EVALUATED_AT_ONCE = 256  # samples
-
-
-class Source(Protocol):
-    """What a Loader reads: a Store, or something that is made of stores. ``sequence`` and ``bread`` are the
-    Store's; each source has one sequence at a time.
-
-    identity     of its samples and their order
-    encoding     as a store's, which says what Batch.decoded gives
-    indices_end  one more than the largest index that a batch can have
-    """
-
-    @property
-    def identity(self) -> str: ...
-    @property
-    def encoding(self) -> str: ...
-    @property
-    def order(self) -> str: ...
-    @property
-    def slots(self) -> Slots: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def taken(self) -> int: ...
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def indices_end(self) -> int: ...
-    def __len__(self) -> int: ...
-    def sequence(self, *args: Any, **kwargs: Any) -> None: ...
-    def bread(self, n: int) -> Batch | None: ...
 
 
 def checked_source(source: Any) -> Source:
@@ -90,12 +58,26 @@ class Iteration(Protocol):
 
 
 class Made(ABC):
-    """A source whose epochs are made of those of others. ``sequences``: how many have begun."""
+    """A source whose epochs are made of those of others.
 
+    identity     of its samples and their order
+    encoding     as a store's, which says what Batch.decoded gives
+    sequences    how many have begun
+    indices_end  one more than the largest index that a batch can have
+    """
+
+    identity: str
+    encoding: str
+    order: str
+    slots: Slots
     rank: int
     world: int
+    indices_end: int
     sequences = 0
     _iteration: Iteration | None = None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def _begin(self, share: Share) -> Iteration:
@@ -136,6 +118,11 @@ class Made(ABC):
 
 class View:
     """A source that passes on what another gives."""
+
+    encoding: str
+    order: str
+    rank: int
+    world: int
 
     def __init__(self, source: Source, identity: str) -> None:
         self._source, self.identity = source, identity
@@ -242,6 +229,10 @@ class MappedBatch(Batch):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedBatch, (self._batch, self._function)
+
+
+# What a Loader reads, by `sequence` and `bread`: one sequence at a time.
+Source: TypeAlias = "Store | View | Made"
 
 
 def mapped(source: Source, function: Callable[[Sample], Any]) -> Mapped:

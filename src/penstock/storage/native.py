@@ -6,8 +6,6 @@ import atexit
 import ctypes
 import logging
 import os
-import threading
-import time
 import weakref
 
 from penstock import _native
@@ -26,8 +24,8 @@ EXIT_TIMEOUT_S = 120.0  # the longest wait for a disk when the process ends
 
 
 class NativeTransport(_native.Transfers):
-    """Satisfies Transport. The native threads call ``on_done`` when they are idle; otherwise a Python thread
-    does.
+    """Satisfies Transport. The native threads call ``on_done`` when they are idle; otherwise one more does.
+    They end with it: an interrupt may keep the code that makes it from ever closing it.
 
     depth         operations of a thread in flight at most
     piece_bytes   size of an operation at most
@@ -45,19 +43,13 @@ class NativeTransport(_native.Transfers):
             super().__init__(kind, self.methods, depth, piece_bytes, SLOT_BYTES, slots, threads)
         except OSError as error:
             raise TransportUnavailable(f"the system refuses it: {error.strerror}") from error
-        self._deliverer = threading.Thread(target=self.deliver_the_rest, name=f"penstock-{kind}", daemon=True)
-        self._deliverer.start()
         _open.add(self)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        if not super().close(timeout_s):
+        ended = super().close(timeout_s)
+        if not ended:
             _leak(self)
-            return False
-        if self._deliverer is not threading.current_thread():
-            self._deliverer.join(max(deadline_s - time.monotonic(), 0.0))
-            return not self._deliverer.is_alive()
-        return True
+        return ended
 
 
 class UringTransport(NativeTransport):

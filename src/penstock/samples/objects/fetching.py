@@ -82,7 +82,7 @@ class Fetcher:
         try:
             while (taken := self._reader.take_fetches(1, _LOOK_S)) is not None:
                 for each in taken:
-                    self._bring(*each)
+                    self._bring(each)
         finally:
             with self._lock:
                 self._running -= 1
@@ -90,19 +90,9 @@ class Fetcher:
             if then is not None:
                 then()
 
-    def _bring(
-        self,
-        ticket: int,
-        part: int,
-        number: int,
-        chunk: int,
-        bit: int,
-        begin: int,
-        end: int,
-        first: int,
-        last: int,
-    ) -> None:
-        """See `_native.SampleReader.take_fetches`."""
+    def _bring(self, fetch: tuple[int, ...]) -> None:
+        """A fetch of `_native.SampleReader.take_fetches`."""
+        ticket, part, number, chunk, bit, begin, end, first, last = fetch
         file, key = self._files[part, number], (part, number, chunk, bit)
         if file.kept is not None and file.kept.cache.has_room(end - begin):
             # Whole blocks are written past the page cache; a file has no others.
