@@ -227,8 +227,6 @@ class Reads:
         self._transfers = _native.Transfers(
             "nvme", ["direct"], depth, max(size_bytes, 1 << 20), 1 << 20, 4, 1
         )
-        self._teller = threading.Thread(target=self._transfers.deliver_the_rest, daemon=True)
-        self._teller.start()
 
     def _over(self, key: int, transfer: Transfer) -> None:
         with self._lock:
@@ -285,7 +283,6 @@ class Reads:
 
     def close(self) -> None:
         assert self._transfers.close(60.0)
-        self._teller.join(60.0)
         for controller in self._open:
             controller.close()
 
