@@ -157,17 +157,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", choices=emu.MACHINES, default="h100-pcie5", help="default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--policy", default="optimal", help="default: %(default)s")
+    parser.add_argument("--no-recompute", action="store_true", help="tensors are moved alone")
     parser.add_argument("--steps", type=int, default=9, help="that are timed; default: %(default)s")
     add_common_arguments(parser, "virtual_time")
     options = parser.parse_args(arguments)
     console = wide_console()
     rows = []
     machine = emu.MACHINES[options.machine]
+    planning = penstock.PlanOptions(options.policy, recompute=not options.no_recompute, compress=False)
     for name in options.models:
         model = MODELS[name]
         if options.quick:
             model = model._replace(blocks=model.few)
-        for result in results(model, machine, options.policy, options.steps, options.spill_dir):
+        for result in results(model, machine, planning, options.steps, options.spill_dir):
             console.print(f"{name}, {result['share']:.0%} of the peak: {result.pop('text')}")
             rows.append({"model": name, "blocks": model.blocks, **result})
     document = {
@@ -175,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "is_virtual": True,
         "machine": asdict(machine),
         "policy": options.policy,
+        "recompute": planning.recompute,
         "rows": rows,
     }
     console.print(drawn(options.machine, rows))
@@ -183,17 +186,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def results(
-    model: Model, machine: emu.Machine, policy: str, steps: int, spill_dir: str
+    model: Model, machine: emu.Machine, planning: penstock.PlanOptions, steps: int, spill_dir: str
 ) -> list[dict[str, Any]]:
     """A plain step, and one at each share of its peak."""
     begin(machine)
     plain_s, peak_bytes, small_bytes = plain_step(model, steps)
     begin(machine)
-    trace = traced(model, machine, spill_dir)
+    trace = traced(model, machine, planning, spill_dir)
     found = []
     for share in SHARES:
         begin(machine)
-        result = inside(model, machine, trace, small_bytes, int(share * peak_bytes), policy, steps, spill_dir)
+        budget_bytes = int(share * peak_bytes)
+        result = inside(model, machine, trace, small_bytes, budget_bytes, planning, steps, spill_dir)
         found.append({"share": share, "peak_bytes": peak_bytes, "plain_s": plain_s, **result})
     return found
 
@@ -239,13 +243,13 @@ def hardware(machine: emu.Machine, budget_bytes: int) -> penstock.Hardware:
     )
 
 
-def traced(model: Model, machine: emu.Machine, spill_dir: str) -> Trace:
+def traced(model: Model, machine: emu.Machine, planning: penstock.PlanOptions, spill_dir: str) -> Trace:
     """A step, with the virtual times of its kernels, where everything is in memory."""
     DRIVERS["emu"] = _Timed
     _Timed.noted_s = noted_s = []
     trace, times_s = None, np.empty(0)
     try:
-        with opened(LARGE_BYTES, spill_dir, hardware(machine, LARGE_BYTES)) as run:
+        with opened(LARGE_BYTES, spill_dir, hardware(machine, LARGE_BYTES), planning) as run:
             train = model.build(model.blocks)
             for _ in range(UNMEASURED_STEPS):
                 noted_s.clear()
@@ -271,21 +275,32 @@ def kernels_between(noted_s: list[float]) -> np.ndarray:
     return np.bincount(places[counted] // 2, took_s[counted], minlength=len(noted_s) // 2)
 
 
-def opened(budget_bytes: int, spill_dir: str, machine: penstock.Hardware, **options: Any) -> penstock.Offload:
+def opened(
+    budget_bytes: int,
+    spill_dir: str,
+    machine: penstock.Hardware,
+    planning: penstock.PlanOptions,
+    plan: penstock.Plan | None = None,
+) -> penstock.Offload:
     return penstock.offload(
         device="emu:0",
         device_budget=budget_bytes,
         host_budget=HOST_BYTES,
         spill_dir=spill_dir,
         hardware=machine,
-        **penstock.options.grouped({"compress": False, "recompute": False} | options),
+        planning=planning,
+        plan=plan,
     )
 
 
-def planned(trace: Trace, given: penstock.Hardware, policy: str, small_bytes: int) -> penstock.Plan:
+def planned(
+    trace: Trace, given: penstock.Hardware, planning: penstock.PlanOptions, small_bytes: int
+) -> penstock.Plan:
     """As a run plans on an accelerator."""
     fills_bytes = given.device_bytes - spare_bytes(trace, given.device_bytes, small_bytes)
-    return penstock.plan(trace, given, policy, recompute=False, device_budget_bytes=fills_bytes)
+    return penstock.plan(
+        trace, given, planning.policy, recompute=planning.recompute, device_budget_bytes=fills_bytes
+    )
 
 
 def inside(
@@ -294,20 +309,20 @@ def inside(
     trace: Trace,
     small_bytes: int,
     budget_bytes: int,
-    policy: str,
+    planning: penstock.PlanOptions,
     steps: int,
     spill_dir: str,
 ) -> dict[str, Any]:
     try:
-        plan = planned(trace, given := hardware(machine, budget_bytes), policy, small_bytes)
+        plan = planned(trace, given := hardware(machine, budget_bytes), planning, small_bytes)
     except penstock.BudgetTooSmall as error:  # a kernel alone needs more than the share
         least_bytes = error.minimum_bytes
         budget_bytes = least_bytes + 2 * spare_bytes(trace, least_bytes, small_bytes)
-        plan = planned(trace, given := hardware(machine, budget_bytes), policy, small_bytes)
+        plan = planned(trace, given := hardware(machine, budget_bytes), planning, small_bytes)
     # A run has a disk, and so keeps, or writes, what no kernel reads again and the plan counts as gone.
     disk = {"disk_bytes": DISK_BYTES, "disk_read_bytes_per_s": DISK_RATE, "disk_write_bytes_per_s": DISK_RATE}
     predicted = simulate(trace, plan, replace(given, **disk))
-    with opened(budget_bytes, spill_dir, given, plan=plan) as run:
+    with opened(budget_bytes, spill_dir, given, planning, plan) as run:
         train = model.build(model.blocks)
 
         def step() -> None:

@@ -114,12 +114,12 @@ def inside_at_least(program: Program, budget_bytes: int, *args: Any, **options: 
 
 
 @contextlib.contextmanager
-def scheduled_at_random(seed: int) -> Iterator[None]:
+def scheduled_at_random(seed: int, packs: bool = True) -> Iterator[None]:
     """Any actions at any kernel: a plan is advice, and these give the same bits."""
     rng = random.Random(seed)
 
     def scheduled(trace: Trace, plan: Any, host_bytes: int) -> Schedule:
-        return random_schedule(trace, rng)
+        return random_schedule(trace, rng, packs)
 
     with mock.patch.object(step_planner, "scheduled", scheduled):
         yield

@@ -37,8 +37,8 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
     return [tensor.contiguous().clone().numpy().tobytes() for tensor in tensors]
 
 
-def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
-    """Any actions at any kernel: a plan is advice, and this one is bad."""
+def random_schedule(trace: Trace, rng: random.Random, packs: bool = True) -> Schedule:
+    """Any actions at any kernel: a plan is advice, and this one is bad. packs: some leave compressed."""
     schedule = unplanned(trace)
     before: list[list[Action]] = [[] for _ in range(schedule.kernels)]
     tensors = len(schedule.uses)
@@ -50,6 +50,7 @@ def random_schedule(trace: Trace, rng: random.Random) -> Schedule:
         tensor = rng.choice(results) if results and rng.random() < 0.5 else rng.randrange(tensors)
         prefetch = Prefetch(tensor, rng.random() < 0.5)
         packing = rng.choice([("raw", 0, 0), ("csr", 1, 64), ("csr", 4, 256)])
+        packing = packing if packs else ("raw", 0, 0)
         evict = Evict(tensor, rng.choice(["host", "disk"]), *packing)
         action = rng.choice([evict, Release(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)

@@ -55,6 +55,7 @@ def test_each_of_the_first_steps_has_a_plan_of_its_own(tmp_path: Path) -> None:
     first, second = plans(2, tmp_path)
     assert first is not None and second is not None and first.trace is not None and second.trace is not None
     assert first.evictions and second.evictions
+    assert {evict.codec for evict in first.evictions} == {"raw"}, "state is zeros as it is made"
     assert first.trace.kernel_name != second.trace.kernel_name, "state is made in the first alone"
 
 

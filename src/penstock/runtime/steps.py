@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from penstock.capture.phases import OPTIMIZER_STATE
 from penstock.core.hardware import Hardware
@@ -161,7 +164,9 @@ class StepKinds:
         if kind is None:
             if len(known) < MOST_KINDS:
                 self._wanted.discard(name)
-                makes_state = not known and _makes_state(recording)
+                if makes_state := not known and _makes_state(recording):
+                    # State begins as zeros, and does not stay so.
+                    trace = replace(trace, tensor_density=np.zeros(0))
                 made = self.planner.recorded(trace, hardware, None)
                 made.makes_state = makes_state
                 seen_once = [old for old in known if old.makes_state]
