@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     rows = []
     machine = emu.MACHINES[options.machine]
-    planning = penstock.PlanOptions(options.policy, recompute=not options.no_recompute, compress=False)
+    planning = penstock.PlanOptions(policy=options.policy, recompute=not options.no_recompute, compress=False)
     for name in options.models:
         model = MODELS[name]
         if options.quick:

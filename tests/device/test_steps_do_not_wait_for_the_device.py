@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import penstock
+from penstock.runtime.devices.reserved import PIECES_SHARE
 from tests.support.runs import ACCELERATED
 
 MIB = 1 << 20
@@ -65,5 +66,5 @@ def test_plans_leave_memory_for_pieces(emu: Any, tmp_path: Path) -> None:
                 large = torch.cat(kept[:4])
                 del large
         assert run.plan is not None
-        assert run.plan.device_budget_bytes == budget_bytes - int(0.02 * budget_bytes)
+        assert run.plan.device_budget_bytes == budget_bytes - int(PIECES_SHARE * budget_bytes)
         assert run.report().predicted_peak_bytes <= run.plan.device_budget_bytes
