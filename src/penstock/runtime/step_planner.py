@@ -57,7 +57,7 @@ class StepKind:
     """Steps that run the same operators in the same order.
 
     trace            as last recorded
-    plan             in force; None where none could be made, or none was made yet
+    plan             in force; None where none could be made
     schedule         what is carried out
     hardware         the machine that the plan was made for
     recordings_left  steps still to be recorded

@@ -111,10 +111,10 @@ class Builder:
     def add_many(self, block: Block) -> None:
         """Samples side by side. All of them, or none where one does not fit."""
         self._build_singles()
-        sizes = (np.asarray(ends, np.int64) for ends in (block.name_ends, block.data_ends))
-        names, data = np.asarray(block.names, np.uint8), np.array(block.data, np.uint8)
+        names, name_ends = np.asarray(block.names, np.uint8), np.asarray(block.name_ends, np.int64)
+        data, data_ends = np.array(block.data, np.uint8), np.asarray(block.data_ends, np.int64)
         labels = None if block.labels is None else np.asarray(block.labels, np.int32)
-        self._add(Block(names, next(sizes), data, next(sizes), labels))
+        self._add(Block(names, name_ends, data, data_ends, labels))
 
     def finish(self) -> None:
         """No more samples: closes the last chunk, and pads the last data file."""

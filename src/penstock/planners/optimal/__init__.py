@@ -83,16 +83,14 @@ def optimal(problem: Problem) -> Decision:
     least = with_least_workspace(problem.trace, problem.budget_bytes)
     if least[0] != tried[0][0]:
         tried.append(least)
-    found: list[tuple[float, Decision]] = []
+    found: list[tuple[Problem, float, Decision]] = []
     for index, (variants, trace) in enumerate(tried):
         left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(tried) - index)
         program = _with_kernels_of(trace, problem.program or trace)
-        iteration_s, decision = _plan(replace(problem, trace=trace, program=program, time_limit_s=left_s))
-        found.append((iteration_s, replace(decision, variants=variants)))
-    index = min(range(len(found)), key=lambda one: found[one][0])
-    trace = tried[index][1]
-    program = _with_kernels_of(trace, problem.program or trace)
-    best = _prefer_host(replace(problem, trace=trace, program=program), *found[index])
+        chosen = replace(problem, trace=trace, program=program, time_limit_s=left_s)
+        iteration_s, decision = _plan(chosen)
+        found.append((chosen, iteration_s, replace(decision, variants=variants)))
+    best = _prefer_host(*min(found, key=lambda one: one[1]))
     if problem.trace.kernel_variants:  # what was proven for one choice of them is nothing for the others
         best = replace(best, lower_bound_s=bound_s)
     return best
