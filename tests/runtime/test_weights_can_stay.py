@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from penstock.core.columns import KINDS
-from penstock.core.memory_profile import minimum_bytes
+from penstock.core.memory_profile import held_bytes, minimum_bytes
 from tests.support.runs import EVERYTHING, HARDWARE, differences, family_training, in_memory, offload
 
 KEPT = (KINDS.index("weight"), KINDS.index("gradient"))
@@ -25,17 +25,20 @@ def test_the_bits_are_those_of_memory_and_no_weight_moves(family: str, tmp_path:
     torch.manual_seed(7)
     with offload(device_budget="1GiB", keep_weights=True, **options) as whole:
         assert differences(expected, program(whole.step)) == []
-        report = whole.report()
+        report, unmoved = whole.report(), whole.trace
     least, most = report.minimum_bytes, report.peak_bytes
     budget = least + (most - least) // 5
     torch.manual_seed(7)
     with offload(device_budget=budget, keep_weights=True, **options) as run:
         assert differences(expected, program(run.step)) == []
         report, made, recorded = run.report(), run.plan, run.trace
-    assert made is not None and recorded is not None and report.peak_bytes <= budget
+    assert made is not None and recorded is not None and unmoved is not None
+    assert report.peak_bytes <= budget
     moved = [evict.tensor for evict in made.evictions]
     assert moved and not set(recorded.tensor_kind[moved].tolist()) & set(KEPT)
-    assert report.minimum_bytes == least == minimum_bytes(recorded)
+    assert report.minimum_bytes >= minimum_bytes(recorded)
+    # without workspace: what oneDNN allocates for a convolution depends on what it has cached
+    assert held_bytes(recorded).max() == held_bytes(unmoved).max()
 
 
 def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
