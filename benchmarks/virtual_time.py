@@ -157,14 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", choices=emu.MACHINES, default="h100-pcie5", help="default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--policy", default="optimal", help="default: %(default)s")
-    parser.add_argument("--recompute", action="store_true", help="tensors, too, as runs plan by default")
+    parser.add_argument("--moves-alone", action="store_true", help="recompute nothing, as runs do by default")
     parser.add_argument("--steps", type=int, default=9, help="that are timed; default: %(default)s")
     add_common_arguments(parser, "virtual_time")
     options = parser.parse_args(arguments)
     console = wide_console()
     rows = []
     machine = emu.MACHINES[options.machine]
-    planning = penstock.PlanOptions(policy=options.policy, recompute=options.recompute, compress=False)
+    planning = penstock.PlanOptions(policy=options.policy, recompute=not options.moves_alone, compress=False)
     for name in options.models:
         model = MODELS[name]
         if options.quick:

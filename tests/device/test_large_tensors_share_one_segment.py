@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from penstock._native import DeviceSegment, Leaves
 from penstock.runtime.devices import queues
 from penstock.runtime.devices.accelerator import AcceleratorDevice
@@ -19,7 +20,7 @@ from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.storages import LEAVING, ManagedStorage
 from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
 from tests.support.accelerator import orders, wanted
-from tests.support.runs import Bits, Step, bits, differences
+from tests.support.runs import ACCELERATED, EVERYTHING, Bits, Step, bits, differences
 
 DEVICE = wanted("emu")
 MIB = 1 << 20
@@ -296,3 +297,31 @@ def test_it_is_followed_as_the_allocator_divides_it(seed: int, configure: Config
     for storage in kept:
         segment.give_up(storage.data_ptr())
     assert segment.free_bytes == segment.largest_free_bytes == size_bytes
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_that_use_nearly_all_memory_go_on(seed: int, configure: Configure, tmp_path: Path) -> None:
+    """Three tensors of 20 MiB fit in 66 if the two that the kernel reads leave the third one piece."""
+    configure(order="stepped", seed=seed)
+    draw = random.Random(seed)
+    with penstock.offload(
+        device=DEVICE,
+        device_budget=66 * MIB,
+        host_budget="256MiB",
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        planning=penstock.PlanOptions(smallest_bytes=EVERYTHING),
+    ) as run:
+        weight = torch.ones(20 * MIB // 4, device=DEVICE)
+        others = [torch.ones(draw.randrange(2, 24) * MIB // 8, device=DEVICE) for _ in range(24)]
+        for _ in range(12):
+            with run.step():
+                for other in others[::2]:
+                    other.add_(1)
+                twice = weight.mul(2)
+                for other in others[1::2]:
+                    other.add_(1)
+                weight = twice.mul(weight).sub_(twice).add_(1)
+                del twice
+            assert weight.mean().item() == 1
+        assert all((other == 13).all() for other in others)

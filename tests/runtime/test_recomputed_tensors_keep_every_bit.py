@@ -322,7 +322,7 @@ def test_who_has_the_lock_asks_while_another_is_answered(
     impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = in_memory(chain_training)
-    made_again, done = recompute._run_again, list[bool]()
+    made_again, done = recompute.made_again, list[bool]()
     with chain_plan(tmp_path) as run:
 
         def during(kept: dict[str, torch.Tensor], _: nn.Module) -> None:
@@ -337,7 +337,7 @@ def test_who_has_the_lock_asks_while_another_is_answered(
                 assert locked.wait(60)
                 return made_again(*args)
 
-            monkeypatch.setattr(recompute, "_run_again", slowly)
+            monkeypatch.setattr(recompute, "made_again", slowly)
             found: list[float] = []
             thread = threading.Thread(target=lambda: found.append(float(first.sum())))
             thread.start()

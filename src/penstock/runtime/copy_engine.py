@@ -433,13 +433,17 @@ class CopyEngine:
             self._has_left(managed, None)
 
     def leave_now(self, managed: ManagedStorage) -> bool:
-        """Have it leave, and its memory back: kernels wait for the copy on the device, or where they cannot,
-        the host does. False: it stays."""
+        """Have it leave, and its memory back, also where it is just coming: kernels wait for the copies on
+        the device, or where they cannot, the host does. False: it stays."""
+        self._wait_while(managed, COMING)
         self.evict(managed, release=True)
-        while managed.state == LEAVING and not managed.pins:
+        self._wait_while(managed, LEAVING)
+        return managed.state == AWAY
+
+    def _wait_while(self, managed: ManagedStorage, state: int) -> None:
+        while managed.state == state and not managed.pins:
             if not self._join(managed):
                 self._wait()
-        return managed.state == AWAY
 
     def join_one_that_leaves(self) -> bool:
         """Of those that give their memory back, the one that is first to be over."""

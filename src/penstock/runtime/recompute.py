@@ -7,15 +7,10 @@ which recomputes what is dropped. A recipe keeps its inputs alive only while one
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import logging
-import operator
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,82 +21,21 @@ from penstock.errors import PenstockError
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.faults import start_serving, stop_serving
+from penstock.runtime.recipes import (
+    NotRepeatable,
+    Recipe,
+    TensorArgument,
+    default_generator,
+    is_plain,
+    made_again,
+    run,
+    switches,
+    writer,
+)
 from penstock.runtime.snapshots import Snapshots
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage
 
 logger = logging.getLogger("penstock")
-
-# What runs again runs below autocast: its arguments were cast already.
-_BELOW_AUTOCAST = functools.reduce(
-    operator.or_,
-    (
-        torch._C.DispatchKeySet(key)
-        for name, key in torch._C.DispatchKey.__members__.items()
-        if name.startswith("Autocast")
-    ),
-)
-
-
-class _TensorArgument(NamedTuple):
-    """A tensor argument, as a view of its storage."""
-
-    managed: ManagedStorage
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> torch.Tensor:
-        storage = self.managed.storage()
-        made = torch.empty(0, dtype=self.dtype, device=self.device)
-        return made.set_(storage, self.offset, self.size, self.stride)
-
-
-# What a user can switch that changes the bits of a kernel, for this thread or the process: read, and written.
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-)
-
-
-def _switches() -> tuple[Any, ...]:
-    return tuple(read() for read, _ in _SWITCHES)
-
-
-def _switch(values: tuple[Any, ...]) -> None:
-    for (_, write), value in zip(_SWITCHES, values, strict=True):
-        write(value)
-
-
-@dataclass(eq=False)
-class _Recipe:
-    """How to run one kernel again.
-
-    generator   that it draws from, and its state when it ran; None where it draws nothing
-    reads       storages of the arguments
-    makes       storages of the results, and the position of each among the results
-    need_bytes  device memory that it needs besides its arguments
-    held        references that keep `reads` alive while an output is dropped
-    """
-
-    operator: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    generator: tuple[torch.Generator, torch.Tensor] | None
-    switches: tuple[Any, ...]
-    reads: list[ManagedStorage]
-    makes: dict[ManagedStorage, int]
-    need_bytes: int
-    held: list[torch.UntypedStorage] = field(default_factory=list)
-
-    @property
-    def is_needed(self) -> bool:
-        """One of its outputs is dropped, and still referenced."""
-        return any(made.state == DROPPED and made.storage() is not None for made in self.makes)
 
 
 class Recomputation:
@@ -115,8 +49,8 @@ class Recomputation:
     def __init__(self, device: Device, engine: CopyEngine) -> None:
         self._device = device
         self._engine = engine
-        self._recipes: dict[ManagedStorage, _Recipe] = {}  # by what they make
-        self._readers: dict[ManagedStorage, list[_Recipe]] = {}  # by what they read
+        self._recipes: dict[ManagedStorage, Recipe] = {}  # by what they make
+        self._readers: dict[ManagedStorage, list[Recipe]] = {}  # by what they read
         self._running: set[ManagedStorage] = set()
         self.recomputed_bytes = 0
         self.recompute_s = 0.0
@@ -139,7 +73,7 @@ class Recomputation:
         generator = (kwargs or {}).get("generator")
         if generator is None:
             device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-            generator = _default_generator((kwargs or {}).get("device") or device)
+            generator = default_generator((kwargs or {}).get("device") or device)
         return generator, generator.get_state()
 
     def keep_recipe(
@@ -162,18 +96,11 @@ class Recomputation:
 
         def described(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                if not _is_plain(value):
-                    raise _NotRepeatable
+                if not is_plain(value):
+                    raise NotRepeatable
                 managed = find(value.untyped_storage())
                 reads.update(dict.fromkeys(managed.parts()))
-                return _TensorArgument(
-                    managed,
-                    tuple(value.shape),
-                    value.stride(),
-                    int(value.storage_offset()),
-                    value.dtype,
-                    value.device,
-                )
+                return TensorArgument.of(value, managed)
             if isinstance(value, tuple | list):
                 return type(value)(map(described, value))
             return value
@@ -181,7 +108,7 @@ class Recomputation:
         try:
             kept_args = tuple(map(described, args))
             kept_kwargs = {name: described(value) for name, value in (kwargs or {}).items()}
-        except (_NotRepeatable, TypeError):
+        except (NotRepeatable, TypeError):
             return
         makes: dict[ManagedStorage, int] = {}
         for position, tensor in enumerate(tensors_in(result)):
@@ -192,8 +119,18 @@ class Recomputation:
         if any(managed.size_bytes > most_bytes for managed in makes):
             return
         need_bytes = max(need_bytes, sum(managed.size_bytes for managed in makes))
-        recipe = _Recipe(
-            operator, kept_args, kept_kwargs, before, _switches(), list(reads), makes, need_bytes
+        in_place = None
+        if (
+            self._device.copies_results
+            and len(makes) == 1
+            and before is None
+            and isinstance(result, torch.Tensor)
+            and is_plain(result)
+            and writer(operator) is not None
+        ):
+            in_place = TensorArgument.of(result, next(iter(makes)))
+        recipe = Recipe(
+            operator, kept_args, kept_kwargs, before, switches(), list(reads), makes, in_place, need_bytes
         )
         for managed in makes:
             if managed in self._recipes:
@@ -211,7 +148,7 @@ class Recomputation:
         if storage is not None and managed.movable:
             self._device.watch_writes(managed, storage, change)
 
-    def _remove(self, recipe: _Recipe) -> None:
+    def _remove(self, recipe: Recipe) -> None:
         """Delete a recipe none of whose outputs is dropped."""
         for managed in recipe.makes:
             if self._recipes.pop(managed, None) is not None:
@@ -278,18 +215,18 @@ class Recomputation:
                 engine.demand(recipe.reads)
             engine.make_room(recipe.need_bytes, expected=self._device.keeps_budget)
             self._device.use(recipe.reads)
-            began_s = time.perf_counter()
-            while True:
-                engine.lock.release()
-                try:
-                    result = _run_again(recipe, managed)
-                    break
-                except Exception as error:
-                    failed = error
-                finally:
-                    engine.lock.acquire()
-                self._free_for(recipe, failed)
-            self.recompute_s += time.perf_counter() - began_s
+            target = managed.storage() if recipe.result is not None else None
+            if target is not None:
+                while not self._device.prepare_write(managed, target):
+                    engine.make_some_room(managed.size_bytes)
+            try:
+                result = self._run_again(recipe, managed)
+            except BaseException:
+                if target is not None:
+                    self._device.give_up(managed, target)
+                raise
+            if target is not None:
+                self._mark_resident(managed, recipe)
         finally:
             for storage in used:
                 storage.pins -= 1
@@ -298,6 +235,7 @@ class Recomputation:
         target = managed.storage()
         if target is None or managed.state != DROPPED:
             return
+        assert result is not None
         if self._device.copies_results:
             self._device.use(())
             engine.make_room(managed.size_bytes)
@@ -305,13 +243,27 @@ class Recomputation:
             engine.make_some_room(managed.size_bytes)
         self._mark_resident(managed, recipe)
 
-    def _free_for(self, recipe: _Recipe, error: Exception) -> None:
-        """After an out-of-memory error free more memory: the kernel can run again. Raise any other error."""
-        if not self._device.frees_enough(error, recipe.need_bytes):
-            self._device.kernel_failed(error, recipe.need_bytes)
-            raise error
+    def _run_again(self, recipe: Recipe, managed: ManagedStorage) -> torch.UntypedStorage | None:
+        """Run the kernel without the engine's lock, if need be with more memory freed. Returns what it made;
+        None where that is in its place."""
+        began_s = time.perf_counter()
+        while True:
+            self._engine.lock.release()
+            try:
+                if recipe.result is not None:
+                    run(recipe, recipe.result.tensor())
+                    return None
+                return made_again(recipe, managed)
+            except Exception as error:
+                failed = error
+            finally:
+                self._engine.lock.acquire()
+                self.recompute_s += time.perf_counter() - began_s
+            if not self._device.frees_enough(failed, recipe.need_bytes):
+                self._device.kernel_failed(failed, recipe.need_bytes)
+                raise failed
 
-    def _mark_resident(self, managed: ManagedStorage, recipe: _Recipe) -> None:
+    def _mark_resident(self, managed: ManagedStorage, recipe: Recipe) -> None:
         managed.state = RESIDENT
         managed.clean = False
         self.recomputed_bytes += managed.size_bytes
@@ -327,7 +279,7 @@ class Recomputation:
         if (own := self._recipes.get(managed)) is not None:
             self._finish(own)
 
-    def _finish(self, recipe: _Recipe) -> None:
+    def _finish(self, recipe: Recipe) -> None:
         for made in recipe.makes:
             if made.state == DROPPED and made.storage() is not None:
                 self.recompute(made)
@@ -407,7 +359,7 @@ class Recomputation:
         recipe = self._recipes[managed]
         for read in recipe.reads:
             self._recompute_for_lock_holder(read)
-        if self._device.fill(managed, storage, _run_again(recipe, managed)):
+        if self._device.fill(managed, storage, made_again(recipe, managed)):
             self._mark_resident(managed, recipe)
 
     def find(self, address: int) -> ManagedStorage | None:
@@ -418,71 +370,3 @@ class Recomputation:
     def lock_is_held_by(self, thread: int) -> bool:
         """Whether that thread holds the engine's lock. Only the lock's repr has its owner."""
         return f"owner={thread} " in repr(self._engine.lock)
-
-
-class _NotRepeatable(Exception):
-    """A tensor argument is not a plain view of a storage."""
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor())
-    )
-
-
-def _run_again(recipe: _Recipe, managed: ManagedStorage) -> torch.UntypedStorage:
-    tensor = next(itertools.islice(tensors_in(_run(recipe)), recipe.makes[managed], None), None)
-    result = None if tensor is None else tensor.untyped_storage()
-    if result is None or result.nbytes() != managed.size_bytes:
-        raise PenstockError(
-            f"{recipe.operator} gives other results when it runs again: train with "
-            "PlanOptions(recompute=False)"
-        )
-    return result
-
-
-def _default_generator(device: Any) -> torch.Generator:
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    generators: Any = getattr(torch, device.type).default_generators
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    generator: torch.Generator = generators[index]
-    return generator
-
-
-def _run(recipe: _Recipe) -> Any:
-    """Run the kernel again. Dispatch modes that the program entered before the run see it once more."""
-
-    def restored(value: Any) -> Any:
-        if isinstance(value, _TensorArgument):
-            return value.tensor()
-        if isinstance(value, tuple | list):
-            return type(value)(map(restored, value))
-        return value
-
-    with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOCAST), _original_state(recipe):
-        return recipe.operator(
-            *map(restored, recipe.args), **{name: restored(value) for name, value in recipe.kwargs.items()}
-        )
-
-
-@contextlib.contextmanager
-def _original_state(recipe: _Recipe) -> Iterator[None]:
-    """Restore the random state and the switches of the kernel's first run."""
-    switches = _switches()
-    generator, state = recipe.generator or (None, None)
-    now = generator.get_state() if generator is not None else None
-    try:
-        if switches != recipe.switches:
-            _switch(recipe.switches)
-        if generator is not None:
-            generator.set_state(state)
-        yield
-    finally:
-        if generator is not None:
-            generator.set_state(now)
-        if switches != recipe.switches:
-            _switch(switches)

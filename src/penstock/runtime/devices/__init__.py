@@ -168,6 +168,11 @@ class Device(Protocol):
         """Give the storage's memory back, with no copy. False: it cannot be had now."""
         ...
 
+    def prepare_write(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        """Take memory for what was dropped, which a kernel of this thread is about to write again: where
+        `copies_results`. False: there is none now."""
+        ...
+
     def fill(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
     ) -> bool:

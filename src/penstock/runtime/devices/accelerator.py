@@ -130,7 +130,7 @@ class AcceleratorDevice:
         self._packing = Packing(self, driver, self._events)
         self._compaction = Compaction(driver, self._events, self._copies, self.memory)
         self._next_opening = 0  # the step from which on the segment may be opened
-        self._opened_in = 0  # the step in which it was last
+        self._opened_in = self._rearranged_in = 0  # for a kernel: the step in which it was last
         self._steps = 0
         self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
         self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
@@ -281,12 +281,24 @@ class AcceleratorDevice:
     def fill(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
     ) -> bool:
-        current = self._driver.current_stream()
+        segment = self.memory.segment
+        if segment is not None:  # nothing else knows of it
+            segment.hold(made.data_ptr(), made.nbytes())
+        try:
+            if not self.prepare_write(managed, storage):
+                return False
+        finally:
+            if segment is not None:
+                segment.give_up(made.data_ptr())
+        as_bytes(storage).copy_(as_bytes(made))
+        return True
+
+    def prepare_write(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if not self.prepare(managed, storage):
             return False
+        current = self._driver.current_stream()
         if managed.place != current:  # the memory may still be in use there
             self._events.order(managed.place, current)
-        as_bytes(storage).copy_(as_bytes(made))
         return True
 
     def watch_writes(self, managed: ManagedStorage, storage: torch.UntypedStorage, change: int) -> None:
@@ -305,32 +317,42 @@ class AcceleratorDevice:
         return False
 
     def make_room(self, size_bytes: int) -> bool:
-        """Nothing more can leave, and the allocator still refuses. The one segment takes what it needs for
-        small tensors, or what cannot move divides it: all leave it, it is given back, and what the kernel
-        uses comes back to others. For a large tensor these are one segment again, once a step."""
-        if not self._compaction.is_open:
-            return False
+        """Nothing more can leave, and the allocator still refuses: memory is in pieces. Have it in one by
+        whatever moves what the kernel uses. False: that has been tried in this step."""
         assert self.engine is not None and self.storages is not None
         used = [one for one in self.storages.all() if one.in_kernel and one.state == RESIDENT]
-        opens = size_bytes > LARGEST_SMALL_BYTES and self._opened_in != self._steps and self._has_one_stream
         for managed in used:
             managed.pins -= 1
         try:
-            if not opens:
-                self._empty_segments()
-            elif not self._rearrange(used, size_bytes):
-                self._have_one_segment()
+            if not self._arrange(used, size_bytes):
+                return False
         finally:
             for managed in used:
                 managed.pins += 1
         self.engine.demand(used)
         return True
 
+    def _arrange(self, used: Sequence[ManagedStorage], size_bytes: int) -> bool:
+        """Each way once a step, but the last, which ends what it can end. For small tensors, of which the one
+        segment has none, that is all that helps: it takes what they need."""
+        is_large = size_bytes > LARGEST_SMALL_BYTES
+        if is_large and self._compaction.is_open and self._rearranged_in != self._steps:
+            self._rearranged_in = self._steps
+            if self._rearrange(used, size_bytes):
+                return True
+        if is_large and self._has_one_stream and self._opened_in != self._steps:
+            self._opened_in = self._steps
+            self._have_one_segment()
+            return True
+        if self._compaction.is_open:
+            self._empty_segments()
+            return True
+        return False
+
     def _rearrange(self, used: Sequence[ManagedStorage], size_bytes: int) -> bool:
         """Have the largest that a kernel uses leave, which hardly ever moves, and holes for it and for what
         the kernel asks for."""
         assert self.engine is not None
-        self._opened_in = self._steps
         largest = max(used, key=lambda managed: managed.size_bytes, default=None)
         if largest is None or not self.engine.leave_now(largest):
             return False
@@ -359,7 +381,6 @@ class AcceleratorDevice:
 
     def _have_one_segment(self) -> None:
         """The allocator had memory in too many pieces: have it all in one, where it is one stream's."""
-        self._opened_in = self._steps
         self._reserved.measure()
         self._empty_segments()
         size_bytes = self._reserved.largest_new_segment_bytes()

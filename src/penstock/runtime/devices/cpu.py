@@ -550,6 +550,9 @@ class CpuDevice:
         managed.guarded = False
         return True
 
+    def prepare_write(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        raise NotImplementedError  # `fill` moves the memory of the result
+
     def fill(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
     ) -> bool:

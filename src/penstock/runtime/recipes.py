@@ -1,0 +1,220 @@
+"""How to run a kernel again, with the same bits: as a whole, or to memory that is already there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.capture.operators import tensors_in
+from penstock.errors import PenstockError
+from penstock.runtime.storages import DROPPED, ManagedStorage
+
+# What runs again runs below autocast: its arguments were cast already.
+_BELOW_AUTOCAST = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(key)
+        for name, key in torch._C.DispatchKey.__members__.items()
+        if name.startswith("Autocast")
+    ),
+)
+
+
+class TensorArgument(NamedTuple):
+    """A tensor argument, as a view of its storage."""
+
+    managed: ManagedStorage
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: torch.Tensor, managed: ManagedStorage) -> TensorArgument:
+        offset = int(value.storage_offset())
+        return cls(managed, tuple(value.shape), value.stride(), offset, value.dtype, value.device)
+
+    def tensor(self) -> torch.Tensor:
+        storage = self.managed.storage()
+        made = torch.empty(0, dtype=self.dtype, device=self.device)
+        return made.set_(storage, self.offset, self.size, self.stride)
+
+
+# What a user can switch that changes the bits of a kernel, for this thread or the process: read, and written.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+
+
+def switches() -> tuple[Any, ...]:
+    return tuple(read() for read, _ in _SWITCHES)
+
+
+def _switch(values: tuple[Any, ...]) -> None:
+    for (_, write), value in zip(_SWITCHES, values, strict=True):
+        write(value)
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How to run one kernel again.
+
+    generator   that it draws from, and its state when it ran; None where it draws nothing
+    reads       storages of the arguments
+    makes       storages of the results, and the position of each among the results
+    result      the only one, where the kernel can write it to memory that is there; else None
+    need_bytes  device memory that it needs besides its arguments
+    held        references that keep `reads` alive while an output is dropped
+    """
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generator: tuple[torch.Generator, torch.Tensor] | None
+    switches: tuple[Any, ...]
+    reads: list[ManagedStorage]
+    makes: dict[ManagedStorage, int]
+    result: TensorArgument | None
+    need_bytes: int
+    held: list[torch.UntypedStorage] = field(default_factory=list)
+
+    @property
+    def is_needed(self) -> bool:
+        """One of its outputs is dropped, and still referenced."""
+        return any(made.state == DROPPED and made.storage() is not None for made in self.makes)
+
+
+class NotRepeatable(Exception):
+    """A tensor argument is not a plain view of a storage."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor())
+    )
+
+
+def made_again(recipe: Recipe, managed: ManagedStorage) -> torch.UntypedStorage:
+    """Run the kernel again, for one of its results."""
+    tensor = next(itertools.islice(tensors_in(run(recipe)), recipe.makes[managed], None), None)
+    result = None if tensor is None else tensor.untyped_storage()
+    if result is None or result.nbytes() != managed.size_bytes:
+        raise PenstockError(
+            f"{recipe.operator} gives other results when it runs again: train with "
+            "PlanOptions(recompute=False)"
+        )
+    return result
+
+
+def default_generator(device: Any) -> torch.Generator:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: Any = getattr(torch, device.type).default_generators
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    generator: torch.Generator = generators[index]
+    return generator
+
+
+def run(recipe: Recipe, target: torch.Tensor | None = None) -> Any:
+    """Run the kernel again; its result goes to ``target``, if that is given. Dispatch modes that the program
+    entered before the run see it once more."""
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return value.tensor()
+        if isinstance(value, tuple | list):
+            return type(value)(map(restored, value))
+        return value
+
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOCAST), _original_state(recipe):
+        args, kwargs = restored(recipe.args), {name: restored(kwarg) for name, kwarg in recipe.kwargs.items()}
+        if target is None:
+            return recipe.operator(*args, **kwargs)
+        write = writer(recipe.operator)
+        assert write is not None
+        return write(target, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _original_state(recipe: Recipe) -> Iterator[None]:
+    """Restore the random state and the switches of the kernel's first run."""
+    now_switched = switches()
+    generator, state = recipe.generator or (None, None)
+    now = generator.get_state() if generator is not None else None
+    try:
+        if now_switched != recipe.switches:
+            _switch(recipe.switches)
+        if generator is not None:
+            generator.set_state(state)
+        yield
+    finally:
+        if generator is not None:
+            generator.set_state(now)
+        if now_switched != recipe.switches:
+            _switch(now_switched)
+
+
+# -- results in place ------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+Writer = Callable[..., torch.Tensor]  # called with where the result goes, and the operator's own arguments
+
+
+@functools.cache
+def writer(operator: Callable[..., Any]) -> Writer | None:
+    """What computes the operator's one result with the same kernel, and writes it to a tensor of the result's
+    shape, strides and dtype; None where torch has only kernels that allocate it."""
+    if operator in (aten.clone.default, aten._to_copy.default):
+        return _copied
+    if operator is aten.relu.default:
+        return _clamped
+    if not isinstance(operator, torch._ops.OpOverload) or len(operator._schema.returns) != 1:
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    for name in operator.overloadpacket.overloads():
+        overload = getattr(operator.overloadpacket, name)
+        arguments = overload._schema.arguments
+        out = [argument.name for argument in arguments if argument.is_out]
+        others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        if len(out) == 1 and others == wanted and _has_kernel(overload):
+            return functools.partial(_written, overload, out[0])
+    return None
+
+
+def _has_kernel(overload: torch._ops.OpOverload) -> bool:
+    """A kernel of its own. Those that torch generates for other `out` overloads call the operator that
+    allocates, and copy: on a CPU as on all devices."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU")
+
+
+def _written(
+    overload: torch._ops.OpOverload, out: str, target: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return overload(*args, **kwargs, **{out: target})
+
+
+# As torch computes these:
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return target.copy_(source)
+
+
+def _clamped(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return torch.clamp_min(source, 0, out=target)
