@@ -35,7 +35,7 @@ import penstock
 from penstock.core.trace import Trace
 from penstock.machine import available_bytes
 from penstock.runtime.devices.drivers import DRIVERS
-from penstock.runtime.devices.reserved import spare_bytes
+from penstock.runtime.devices.reserved import plannable, spare_bytes
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_seconds
 
@@ -297,10 +297,11 @@ def planned(
     trace: Trace, given: penstock.Hardware, planning: penstock.PlanOptions, small_bytes: int
 ) -> penstock.Plan:
     """As a run plans on an accelerator."""
-    fills_bytes = given.device_bytes - spare_bytes(trace, given.device_bytes, small_bytes)
-    return penstock.plan(
-        trace, given, planning.policy, recompute=planning.recompute, device_budget_bytes=fills_bytes
+    movable, budget_bytes = plannable(trace, given.device_bytes, small_bytes)
+    plan = penstock.plan(
+        movable, given, planning.policy, recompute=planning.recompute, device_budget_bytes=budget_bytes
     )
+    return replace(plan, trace=trace)
 
 
 def inside(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from penstock import plan
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
-from penstock.runtime.devices.reserved import PIECES_SHARE, spare_bytes
+from penstock.runtime.devices.reserved import PIECES_SHARE, plannable, spare_bytes
+from tests.support.runs import ACCELERATED
 from tests.support.traces import Step
 
 MIB = 1 << 20
@@ -37,3 +43,32 @@ def test_what_others_cannot_have_is_left_free(segments_bytes: int) -> None:
 
 def test_only_memory_in_pieces_is_where_no_kernel_is_short_of_memory() -> None:
     assert spare_bytes(small_beside_large(MIB), BUDGET_BYTES, 20 * MIB) == PIECES_BYTES
+
+
+def with_many_small_weights() -> Trace:
+    """40 weights of 1 MiB, 2 of 20 MiB, and an activation of 30 MiB."""
+    step = Step()
+    small = [step.tensor(MIB, "weight", persistent=True) for _ in range(40)]
+    large = [step.tensor(20 * MIB, "weight", persistent=True) for _ in range(2)]
+    made = step.tensor(30 * MIB)
+    step.kernel("first", 1.0, inputs=[*small[:20], large[0]], outputs=[made])
+    step.kernel("second", 1.0, inputs=[*small[20:], large[1], made])
+    return step.trace()
+
+
+def test_small_tensors_stay_where_there_is_room() -> None:
+    trace = with_many_small_weights()
+    planned, budget_bytes = plannable(trace, BUDGET_BYTES, 40 * MIB)
+    assert budget_bytes == BUDGET_BYTES - PIECES_BYTES
+    assert planned.tensor_bytes[planned.movable].min() == 20 * MIB
+    hardware = replace(ACCELERATED, device_bytes=BUDGET_BYTES)
+    moved = {each.tensor for each in plan(planned, hardware, device_budget_bytes=budget_bytes).evictions}
+    assert moved and not moved & set(np.flatnonzero(trace.tensor_bytes == MIB).tolist())
+
+
+def test_where_there_is_none_small_tensors_leave_too() -> None:
+    trace = with_many_small_weights()
+    least_bytes = minimum_bytes(trace)
+    assert least_bytes == 70 * MIB
+    assert plannable(trace, 80 * MIB, 40 * MIB) == (trace, 80 * MIB - int(PIECES_SHARE * 80 * MIB))
+    assert plannable(trace, least_bytes, 40 * MIB) == (trace, least_bytes)

@@ -110,20 +110,21 @@ class StepKind:
         }
 
 
+Plannable = Callable[[Trace, int], tuple[Trace, int]]
+
+
 class StepPlanner:
     """Makes the plans of a run.
 
     options         what plans may do
     ranks           that plan together; None: this process plans for itself
-    spare_bytes     of the device budget, that plans for a trace leave free where the step runs with less
+    plannable       the trace and the budget to plan for: see penstock.runtime.devices.Device
     minimum_bytes   smallest device budget in which the recorded steps could have run
     refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
-    def __init__(
-        self, options: PlanOptions, ranks: JointPlanning | None, spare_bytes: Callable[[Trace], int]
-    ) -> None:
-        self._options, self._ranks, self._spare_bytes = options, ranks, spare_bytes
+    def __init__(self, options: PlanOptions, ranks: JointPlanning | None, plannable: Plannable) -> None:
+        self._options, self._ranks, self._plannable = options, ranks, plannable
         self.minimum_bytes = 0
         self.refusal = ""
 
@@ -200,18 +201,18 @@ class StepPlanner:
     def _plan(self, trace: Trace, hardware: Hardware, time_limit_s: float) -> Plan:
         """Raises PenstockError."""
         budget_bytes = hardware.device_bytes - in_flight_bytes(trace, hardware.device_bytes)
-        return make_plan(
-            trace,
+        movable, budget_bytes = self._plannable(trace, budget_bytes)
+        plan = make_plan(
+            movable,
             hardware,
             self._options.policy,
-            device_budget_bytes=max(
-                budget_bytes - self._spare_bytes(trace), min(budget_bytes, minimum_bytes(trace))
-            ),
+            device_budget_bytes=budget_bytes,
             recompute=self._options.recompute,
             compress=len(trace.tensor_density) > 0,
             lossy=self._options.lossy,
             time_limit_s=time_limit_s,
         )
+        return replace(plan, trace=trace, minimum_bytes=minimum_bytes(trace))
 
     def _agreed(self, trace: Trace, agreed: JointPlan, joint: JointStep) -> StepKind:
         """With the plan of several ranks. Raises InvalidPlan."""

@@ -8,7 +8,7 @@ between two steps; where kernel times have, two steps are recorded before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from penstock.runtime.joint_planning import JointPlanning
 from penstock.runtime.recording import Recording
 from penstock.runtime.replanning import NewPlan, Replanning
 from penstock.runtime.schedule import Schedule
-from penstock.runtime.step_planner import StepKind, StepPlanner, fastest
+from penstock.runtime.step_planner import Plannable, StepKind, StepPlanner, fastest
 from penstock.units import format_seconds
 
 # So many kinds of step are traced and planned; what else comes is carried by least recent use.
@@ -38,7 +38,7 @@ class StepKinds:
 
     planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself
-    spare_bytes     of the device budget, that plans for a trace leave free
+    plannable       the trace and the budget to plan for: see penstock.runtime.devices.Device
     measures        its rates are those that the steps have had, as soon as these are known
 
     planner         makes the plans, and `replanning` those in the place of others
@@ -54,11 +54,11 @@ class StepKinds:
         planning: PlanOptions,
         hardware: Hardware,
         ranks: JointPlanning | None,
-        spare_bytes: Callable[[Trace], int],
+        plannable: Plannable,
         measures: bool,
     ) -> None:
         self._measures = measures
-        self.planner = StepPlanner(planning, ranks, spare_bytes)
+        self.planner = StepPlanner(planning, ranks, plannable)
         self.replanning = Replanning(self.planner)
         self.planning = planning
         self.hardware = hardware

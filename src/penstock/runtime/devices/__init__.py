@@ -198,8 +198,9 @@ class Device(Protocol):
         False: they cannot."""
         ...
 
-    def spare_bytes(self, trace: Trace) -> int:
-        """Of the budget, that plans for the trace leave free."""
+    def plannable(self, trace: Trace, budget_bytes: int) -> tuple[Trace, int]:
+        """What plans for the trace are made for: without moves that free nothing here, and in what is left of
+        the budget beside what they cannot use. No less than the trace needs, where the budget has that."""
         ...
 
     def budget_for(self, size_bytes: int) -> int:

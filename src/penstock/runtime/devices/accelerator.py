@@ -49,7 +49,7 @@ from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.copies import Copies, Events, Slot, as_bytes
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.packing import Packing
-from penstock.runtime.devices.reserved import SMALL_SEGMENT_BYTES, ReservedMemory, spare_bytes
+from penstock.runtime.devices.reserved import SMALL_SEGMENT_BYTES, ReservedMemory, plannable
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storage_methods import held_bytes
@@ -415,8 +415,8 @@ class AcceleratorDevice:
                 return False
         return True
 
-    def spare_bytes(self, trace: Trace) -> int:
-        return spare_bytes(trace, self._reserved.budget_bytes, self._reserved.small_bytes)
+    def plannable(self, trace: Trace, budget_bytes: int) -> tuple[Trace, int]:
+        return plannable(trace, budget_bytes, self._reserved.small_bytes)
 
     def budget_for(self, size_bytes: int) -> int:
         return self._reserved.budget_for(size_bytes)

@@ -536,8 +536,8 @@ class CpuDevice:
         self.notice()
         return made
 
-    def spare_bytes(self, trace: Trace) -> int:
-        return 0
+    def plannable(self, trace: Trace, budget_bytes: int) -> tuple[Trace, int]:
+        return trace, budget_bytes
 
     def budget_for(self, size_bytes: int) -> int:
         return self.in_memory_bytes() + size_bytes

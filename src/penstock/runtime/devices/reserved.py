@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from penstock.core.columns import sum_over
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.driver import Driver
@@ -30,6 +33,16 @@ def spare_bytes(trace: Trace, budget_bytes: int, small_bytes: int) -> int:
     used = sum_over(trace.kernels, trace.tensor_birth[small], death, trace.tensor_bytes[small])
     least_bytes = int(used[trace.live_bytes > budget_bytes].min(initial=small_bytes))
     return int(PIECES_SHARE * budget_bytes) + small_bytes - least_bytes
+
+
+def plannable(trace: Trace, budget_bytes: int, small_bytes: int) -> tuple[Trace, int]:
+    """The trace and the budget that plans are made for. Small tensors stay in it: large ones cannot use what
+    they leave. Where the budget is too small for that, they may leave, too."""
+    stays = replace(trace, tensor_movable=trace.movable & (trace.tensor_bytes > LARGEST_SMALL_BYTES))
+    left_bytes = budget_bytes - spare_bytes(trace, budget_bytes, small_bytes)
+    if minimum_bytes(stays) <= left_bytes:
+        return stays, left_bytes
+    return trace, max(left_bytes, min(budget_bytes, minimum_bytes(trace)))
 
 
 class ReservedMemory:
