@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.core.hardware import Hardware
+from penstock.core.trace import Trace
+from penstock.runtime import replanning
 from penstock.runtime.devices import Moved
 from penstock.runtime.drift import (
     LEAST_BYTES,
@@ -26,6 +29,7 @@ from penstock.runtime.drift import (
     with_rates_of,
     without_copies,
 )
+from penstock.runtime.step_planner import StepPlanner
 from penstock.storage.paths import TRANSPORTS
 from tests.support.runs import HARDWARE, Bits, Program, Step, bits, differences, in_memory, offload, offloaded
 from tests.support.slow_disk import Rate, SlowDisk
@@ -192,6 +196,62 @@ def test_a_plan_that_was_given_stays(disk: Rate, budget_bytes: int, tmp_path: Pa
     with offload(device_budget=budget_bytes, spill_dir=tmp_path, plan=plan, **options) as run:
         training(lambda number: number < 25)(run.step)
         assert run.plan is plan and run.report().replans == 0 and not planners()
+
+
+# -- what lasts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_plan_that_lasts_is_looked_for_once_more_with_more_time(
+    helps: bool,
+    disk: Rate,
+    budget_bytes: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes into force if it is better than the plan in force, which here is a bad one, or the best."""
+    monkeypatch.setattr(replanning, "LASTS_S", 0.0)
+    monkeypatch.setattr(replanning, "NEAR_BOUND", 0.0)
+    monkeypatch.setattr(Drift, "measured", lambda drift: None)
+    monkeypatch.setattr(Drift, "calibrated", lambda drift, trace: None)
+    monkeypatch.setattr(Drift, "add_step", lambda drift, *of_a_step: None)
+    searched: list[float] = []
+    plan_of = StepPlanner._plan
+
+    def planned(planner: StepPlanner, trace: Trace, hardware: Hardware, time_limit_s: float) -> penstock.Plan:
+        if time_limit_s < replanning.SEARCH_S:
+            made = penstock.plan(trace, hardware, "evict_all", device_budget_bytes=budget_bytes)
+        else:
+            searched.append(time_limit_s)
+            made = plan_of(planner, trace, hardware, 0.5) if helps else run.plan
+        assert made is not None
+        return made
+
+    monkeypatch.setattr(StepPlanner, "_plan", planned)
+    run: penstock.Offload
+    steps, last = 0, MOST_STEPS
+
+    def goes_on(number: int) -> bool:
+        nonlocal steps, last
+        steps = number
+        if searched and not planners():
+            last = min(last, number + 4)
+        return number < last
+
+    torch.manual_seed(7)
+    options = {"hardware": GIVEN, "smallest_bytes": 4096, "paths": "posix direct", "recompute": False}
+    with (
+        caplog.at_level(logging.INFO, logger="penstock"),
+        offload(device_budget=budget_bytes, spill_dir=tmp_path, **options) as run,
+    ):
+        found = training(goes_on)(run.step)
+        report, plan = run.report(), run.plan
+    assert differences(in_memory(training(lambda number: number < steps)), found) == []
+    assert searched == [replanning.SEARCH_S] and report.replans == int(helps)
+    assert plan is not None and (plan.policy == "optimal") == helps
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(message.startswith(replanning.SEARCHED) for message in messages) == int(helps)
 
 
 # -- what has drifted ------------------------------------------------------------------------------

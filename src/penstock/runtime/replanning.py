@@ -1,10 +1,11 @@
-"""Plans again in the background where rates or kernel times have drifted."""
+"""Plans again in the background: where rates or kernel times have drifted, and once with more time."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from penstock.errors import PenstockError
@@ -16,6 +17,16 @@ from penstock.runtime.step_planner import MOST_STEPS, StepKind, StepPlanner
 # Steps to record where kernel times have drifted.
 RECORDINGS_OF_DRIFT = 2
 
+# For a step whose plan has been in force for so long, a better one is looked for, once, with so much time.
+# That may slow training by a few seconds.
+LASTS_S, SEARCH_S = 200.0, 10.0
+
+# Plans that are so near to the proven bound are not.
+NEAR_BOUND = 1.01
+
+DRIFTED = "rates or kernel times have drifted"
+SEARCHED = "a longer search has found a better plan"
+
 # Ranks follow a new plan this many steps after it was announced: by then all of them have read it.
 STEPS_AHEAD = 2
 
@@ -23,11 +34,12 @@ logger = logging.getLogger("penstock")
 
 
 class NewPlan(NamedTuple):
-    """A kind of step, the same kind with a new plan, and the step that is first to follow it."""
+    """A kind of step, the same kind with a new plan, the step that is first to follow it, and why."""
 
     before: StepKind
     after: StepKind
     at_step: int
+    why: str = DRIFTED
 
 
 class Replanning:
@@ -50,6 +62,7 @@ class Replanning:
             kind.drift = Drift(kind.trace, plan, kind.hardware)
         kind.drift.add_step(step.moved, step_s, step_s - step.stall_s, step.clock_s, step.operators)
         kind.steps += 1
+        kind.in_force_s += step_s
         if kind.joint is None and (calibrated := kind.drift.calibrated(kind.trace)) is not None:
             kind.in_whole_steps, kind.hardware = calibrated
         if self._thread is not None or kind.steps < kind.least_steps:
@@ -58,6 +71,11 @@ class Replanning:
             kind.recordings_left = RECORDINGS_OF_DRIFT
         elif (hardware := kind.drift.measured()) is not None or kind.drift.copies_cost_more:
             self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware or kind.hardware))
+        elif kind.in_force_s >= LASTS_S and not kind.searched:
+            kind.searched = True
+            if plan.predicted_s > NEAR_BOUND * plan.lower_bound_s:
+                search = partial(self._planner.again, kind, kind.trace, kind.hardware, SEARCH_S)
+                self._begin(kind, search, SEARCHED)
 
     def recorded(self, kind: StepKind) -> None:
         """Enough steps of a kind with drifted kernel times were recorded: plan again."""
@@ -68,9 +86,9 @@ class Replanning:
             hardware = drift.measured() or kind.hardware
             self._begin(kind, lambda: self._planner.again(kind, trace, hardware))
 
-    def _begin(self, kind: StepKind, make: Callable[[], StepKind]) -> None:
+    def _begin(self, kind: StepKind, make: Callable[[], StepKind], why: str = DRIFTED) -> None:
         """Start planning. The plan in force is followed meanwhile."""
-        self._thread = _Planning(kind, make)
+        self._thread = _Planning(kind, make, why)
         try:
             self._thread.start()
         except RuntimeError as error:  # the system gives no thread
@@ -100,12 +118,16 @@ class Replanning:
         if made is None:
             logger.warning("no new plan could be made, and the one in force is kept: %s", planned.error)
             return
+        if planned.why == SEARCHED:
+            made.searched = True
+            if made.keeps_plan:
+                return
         at_step = self._steps
         if made.joint is not None and is_known:
             assert made.plan is not None
             at_step += STEPS_AHEAD
             made.joint.announce(made.trace, made.hardware, made.plan, at_step)
-        self._ready.append(NewPlan(kind, made, at_step))
+        self._ready.append(NewPlan(kind, made, at_step, planned.why))
 
     def _ask_leader(self, kind: StepKind) -> None:
         """Take a new plan that the leading rank has announced."""
@@ -125,13 +147,14 @@ class Replanning:
 class _Planning(threading.Thread):
     """Makes a plan for a kind of step.
 
+    why     it is made
     made    that kind of step with the plan; None where none could be made
     error   why
     """
 
-    def __init__(self, kind: StepKind, make: Callable[[], StepKind]) -> None:
+    def __init__(self, kind: StepKind, make: Callable[[], StepKind], why: str) -> None:
         super().__init__(name="penstock-planning", daemon=True)
-        self.kind, self._make = kind, make
+        self.kind, self._make, self.why = kind, make, why
         self.made: StepKind | None = None
         self.error: Exception | None = None
 

@@ -49,7 +49,8 @@ class Report:
     variants                kernels of the last step that ran as another algorithm, by its name
     rates_bytes_per_s       of links, and of compression, in the last step
     planned_rates_bytes_per_s   of links, at their best: the plan in force was made for them
-    replans                 times that a step was planned again since rates or kernel times had drifted
+    replans                 times that a step was planned again since rates or kernel times had drifted, or a
+                            longer search found a better plan
     moved_bytes_by_io_path  of the whole run, between the device's memory and what is below it
     lossy                   what the plan in force rounds, in words; empty: no bit is lost
     unavailable_transports  why I/O paths are missing, by transport
@@ -187,7 +188,7 @@ class Report:
             f"{f'; host: {format_bytes(self.host_bytes)} in use' if self.host_bytes else ''}"
             f"{'; ' + rates if rates else ''}",
             f"  planned for {_rates_text(self.planned_rates_bytes_per_s)}; planned again {self.replans} "
-            f"times, as rates or kernel times had drifted; step time predicted then: "
+            f"times; step time predicted then: "
             f"{format_seconds(self.planned_step_s)}",
             f"  disk wear: {self.disk_wear}",
         ]

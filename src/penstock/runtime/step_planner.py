@@ -66,6 +66,9 @@ class StepKind:
     in_whole_steps   the trace with kernel times as whole steps have them; None before that is known
     recorded         the step whose kernel times have drifted; None before it was recorded
     least_steps      that follow the plan before the next one is made
+    in_force_s       that its steps have taken since the plan came into force
+    searched         a better plan was looked for, with more time
+    keeps_plan       it was planned again, and the plan before is as good
     joint            where the plan is that of several ranks
     makes_state      of the optimizer: it is not seen again, and its plan serves the next step up to there
     """
@@ -81,6 +84,9 @@ class StepKind:
     recorded: Trace | None = None
     least_steps: int = LEAST_STEPS
     steps: int = 0
+    in_force_s: float = 0.0
+    searched: bool = False
+    keeps_plan: bool = False
     joint: JointStep | None = None
     makes_state: bool = False
 
@@ -160,16 +166,21 @@ class StepPlanner:
         resident.release_free_memory()  # what the solver took
         return kind
 
-    def again(self, kind: StepKind, trace: Trace, hardware: Hardware) -> StepKind:
+    def again(
+        self, kind: StepKind, trace: Trace, hardware: Hardware, search_s: float = LEAST_IN_BACKGROUND_S
+    ) -> StepKind:
         """The kind of step with a plan for what was measured: a new one, or that in force if it is as good
-        still. Called on a thread of its own. Raises PenstockError."""
+        still. Called on a thread of its own. Raises PenstockError.
+
+        search_s   time for planning, or more where steps take long
+        """
         assert kind.plan is not None
         fits_all = trace if kind.joint is None else kind.joint.joint_trace(trace)
-        plan = self._plan(fits_all, hardware, max(planning_s(trace), LEAST_IN_BACKGROUND_S))
-        before = replace(kind.plan, trace=fits_all)
+        plan = self._plan(fits_all, hardware, max(planning_s(trace), search_s))
+        before, keeps_plan = replace(kind.plan, trace=fits_all), False
         if not check(fits_all, before, hardware):
             predicted = simulate(fits_all, before, hardware)
-            if predicted.iteration_s <= plan.predicted_s:
+            if keeps_plan := predicted.iteration_s <= plan.predicted_s:
                 plan = replace(
                     before,
                     predicted_s=predicted.iteration_s,
@@ -178,6 +189,7 @@ class StepPlanner:
                 )
         made = self._checked(trace, plan, hardware)
         made.least_steps, made.joint = min(2 * kind.least_steps, MOST_STEPS), kind.joint
+        made.keeps_plan = keeps_plan
         return made
 
     def announced(self, kind: StepKind) -> tuple[StepKind, int] | None:

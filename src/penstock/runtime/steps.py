@@ -2,7 +2,8 @@
 
 The first steps of a kind are recorded, and planned between two steps. From then on what they take is compared
 with what the plan was made for. Where rates have drifted, a new plan is made in the background, and taken
-between two steps; where kernel times have, two steps are recorded before.
+between two steps; where kernel times have, two steps are recorded before. A plan that lasts is looked for
+again, once, with more time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class StepKinds:
     planner         makes the plans, and `replanning` those in the place of others
     trace, plan     of the latest step that followed a plan; None before there is a trace
     hardware        the machine that this plan was made for
-    replans         times that a step was planned again since rates or kernel times had drifted
+    replans         times that a step was planned again since rates or kernel times had drifted, or a
+                    longer search found a better plan
     recorded        steps that were recorded
     mismatches      steps that ran other operators than any that was traced
     """
@@ -93,8 +95,9 @@ class StepKinds:
     def _replaced(self, name: str | None, new: NewPlan) -> None:
         self.replans += 1
         logger.info(
-            "rates or kernel times have drifted: a new plan takes %s a step, where the last one was to take "
-            "%s. Planned before for %s; now for %s",
+            "%s: a new plan takes %s a step, where the last one was to take %s. Planned before for %s; now "
+            "for %s",
+            new.why,
             format_seconds(new.after.plan.predicted_s if new.after.plan is not None else 0.0),
             format_seconds(new.before.plan.predicted_s if new.before.plan is not None else 0.0),
             new.before.hardware.in_numbers,
