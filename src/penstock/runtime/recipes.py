@@ -176,15 +176,19 @@ aten = torch.ops.aten
 Writer = Callable[..., torch.Tensor]  # called with where the result goes, and the operator's own arguments
 
 
-@functools.cache
 def writer(operator: Callable[..., Any]) -> Writer | None:
     """What computes the operator's one result with the same kernel, and writes it to a tensor of the result's
     shape, strides and dtype; None where torch has only kernels that allocate it."""
+    return _writer(operator) if isinstance(operator, torch._ops.OpOverload) else None
+
+
+@functools.cache
+def _writer(operator: torch._ops.OpOverload) -> Writer | None:
     if operator in (aten.clone.default, aten._to_copy.default):
         return _copied
     if operator is aten.relu.default:
         return _clamped
-    if not isinstance(operator, torch._ops.OpOverload) or len(operator._schema.returns) != 1:
+    if len(operator._schema.returns) != 1:
         return None
     wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     for name in operator.overloadpacket.overloads():
