@@ -289,14 +289,9 @@ class AlgorithmOne:
         return gone_s
 
     def _defragment(self, size_bytes: int) -> float:
-        """What stays moves together, after as much has left as is missing: what is needed last first,
-        used or not, and weights only then."""
+        """What stays moves together, after as much has left as is missing."""
         ready_s = self.now_s
-        idle = [tensor for tensor in self.idle if tensor in self.space]
-        early = [tensor for tensor in self.first_away if tensor in self.space and tensor in self.away]
-        for tensor in sorted(
-            idle + early, key=lambda tensor: (self.persistent[tensor], -self._needed(tensor))
-        ):
+        for tensor in self._last_needed_first():
             if self.space.free_bytes >= size_bytes:
                 break
             if tensor in self.idle:
@@ -306,6 +301,13 @@ class AlgorithmOne:
                 self.space.free(tensor)
         self.space.compact()
         return ready_s
+
+    def _last_needed_first(self) -> list[int]:
+        """What may leave before a defragmentation: what is needed last first, used or not, and weights after
+        all others."""
+        idle = [tensor for tensor in self.idle if tensor in self.space]
+        early = [tensor for tensor in self.first_away if tensor in self.space and tensor in self.away]
+        return sorted(idle + early, key=lambda tensor: (self.persistent[tensor], -self._needed(tensor)))
 
     def _needed(self, tensor: int) -> int:
         """The kernel that needs an idle tensor, or one that is away, again."""
@@ -335,7 +337,22 @@ class AlgorithmOne:
             return 0.0
         hidden_s = self.tiers.hidden_s(self.now_s)
         scheme = self.space.window(size_bytes, self.cost_s, self.until, hidden_s)
-        return math.inf if scheme is None else scheme[1]
+        return self._defragmenting_s(size_bytes) if scheme is None else scheme[1]
+
+    def _defragmenting_s(self, size_bytes: int) -> float:
+        """Seconds in which as much leaves as a defragmentation misses; infinite where there is not so much."""
+        missing_bytes, seconds = size_bytes - self.space.free_bytes, 0.0
+        for tensor in self._last_needed_first():
+            if missing_bytes <= 0:
+                break
+            if tensor in self.away:
+                missing_bytes -= self.sizes[tensor] * (self._needed(tensor) > self.kernel)
+                continue
+            tier = self.tiers.choose(tensor, self._after(self.idle[tensor]), self.idle[tensor].end)
+            if tier is not None:
+                missing_bytes -= self.sizes[tensor]
+                seconds += self.tiers.write_s(tier, tensor)
+        return seconds if missing_bytes <= 0 else math.inf
 
     def _late_s(self, algorithm: Algorithm, evicting_s: float) -> float:
         """How late the next kernel with absent tensors will be: those that the workspace keeps out."""
