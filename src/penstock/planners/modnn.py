@@ -340,7 +340,7 @@ class AlgorithmOne:
         return self._defragmenting_s(size_bytes) if scheme is None else scheme[1]
 
     def _defragmenting_s(self, size_bytes: int) -> float:
-        """Seconds in which as much leaves as a defragmentation misses; infinite where there is not so much."""
+        """Seconds in which as much leaves as a defragmentation misses; infinite if there is not so much."""
         missing_bytes, seconds = size_bytes - self.space.free_bytes, 0.0
         for tensor in self._last_needed_first():
             if missing_bytes <= 0:

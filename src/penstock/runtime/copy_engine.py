@@ -32,6 +32,7 @@ ANY_BYTES = 1 << 62
 TIMEOUT_S = 120.0
 
 INTERRUPTIBLE_S = 0.2  # a wait ends so soon after Ctrl-C
+POLLED_S = 1e-4  # between two questions to a device, which cannot tell
 
 
 class Wait(NamedTuple):
@@ -452,6 +453,12 @@ class CopyEngine:
         )
         return any(not managed.void and not managed.pins and self._join(managed) for managed in list(leaving))
 
+    def join_what_has_left(self, is_over: Callable[[ManagedStorage], bool]) -> None:
+        """Of those that give their memory back, those whose copies are over on the device."""
+        for managed in [managed for managed in self._passages if managed.freeing_bytes]:
+            if managed.state == LEAVING and not managed.void and not managed.pins and is_over(managed):
+                self._join(managed)
+
     def _left(
         self,
         managed: ManagedStorage,
@@ -863,6 +870,13 @@ class CopyEngine:
                     f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
                     "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."
                 )
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Give others the lock until it is so, or the time limit has passed."""
+        deadline = time.monotonic() + self._timeout_s
+        while not reached() and time.monotonic() < deadline:
+            self._changed.wait(POLLED_S)
+            self.check_interrupt()
 
     def wait_for_change(self) -> None:
         """Until a copy completes, or `notify_change` is called. Raises SpillError after the time limit."""
