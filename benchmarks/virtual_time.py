@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", choices=emu.MACHINES, default="h100-pcie5", help="default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--policy", default="optimal", help="default: %(default)s")
-    parser.add_argument("--moves-alone", action="store_true", help="recompute nothing, as runs do by default")
+    parser.add_argument("--moves-alone", action="store_true", help="tensors are moved, and none recomputed")
     parser.add_argument("--steps", type=int, default=9, help="that are timed; default: %(default)s")
     add_common_arguments(parser, "virtual_time")
     options = parser.parse_args(arguments)

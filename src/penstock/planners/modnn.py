@@ -345,8 +345,9 @@ class AlgorithmOne:
         for tensor in self._last_needed_first():
             if missing_bytes <= 0:
                 break
-            if tensor in self.away:
-                missing_bytes -= self.sizes[tensor] * (self._needed(tensor) > self.kernel)
+            if tensor in self.away:  # its prefetch is put off
+                if self._needed(tensor) > self.kernel:
+                    missing_bytes -= self.sizes[tensor]
                 continue
             tier = self.tiers.choose(tensor, self._after(self.idle[tensor]), self.idle[tensor].end)
             if tier is not None:

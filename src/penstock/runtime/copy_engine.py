@@ -448,16 +448,21 @@ class CopyEngine:
 
     def join_one_that_leaves(self) -> bool:
         """Of those that give their memory back, the one that is first to be over."""
-        leaving = (
-            managed for managed in self._passages if managed.state == LEAVING and managed.freeing_bytes
-        )
-        return any(not managed.void and not managed.pins and self._join(managed) for managed in list(leaving))
+        return any(map(self._join, self._that_leave()))
 
     def join_what_has_left(self, is_over: Callable[[ManagedStorage], bool]) -> None:
         """Of those that give their memory back, those whose copies are over on the device."""
-        for managed in [managed for managed in self._passages if managed.freeing_bytes]:
-            if managed.state == LEAVING and not managed.void and not managed.pins and is_over(managed):
+        for managed in self._that_leave():
+            if is_over(managed):
                 self._join(managed)
+
+    def _that_leave(self) -> list[ManagedStorage]:
+        """Those that give their memory back when their copies are over, the first to begin first."""
+        return [
+            managed
+            for managed in self._passages
+            if managed.state == LEAVING and managed.freeing_bytes and not managed.void and not managed.pins
+        ]
 
     def _left(
         self,

@@ -220,7 +220,7 @@ class Recomputation:
                 while not self._device.prepare_write(managed, target):
                     engine.make_some_room(managed.size_bytes)
             try:
-                result = self._run_again(recipe, managed)
+                result = self._run_again(recipe, managed, in_place=target is not None)
             except BaseException:
                 if target is not None:
                     self._device.give_up(managed, target)
@@ -243,14 +243,16 @@ class Recomputation:
             engine.make_some_room(managed.size_bytes)
         self._mark_resident(managed, recipe)
 
-    def _run_again(self, recipe: Recipe, managed: ManagedStorage) -> torch.UntypedStorage | None:
+    def _run_again(
+        self, recipe: Recipe, managed: ManagedStorage, in_place: bool
+    ) -> torch.UntypedStorage | None:
         """Run the kernel without the engine's lock, if need be with more memory freed. Returns what it made;
         None where that is in its place."""
-        began_s = time.perf_counter()
         while True:
+            began_s = time.perf_counter()
             self._engine.lock.release()
             try:
-                if recipe.result is not None:
+                if in_place and recipe.result is not None:
                     run(recipe, recipe.result.tensor())
                     return None
                 return made_again(recipe, managed)

@@ -188,8 +188,7 @@ class Report:
             f"{f'; host: {format_bytes(self.host_bytes)} in use' if self.host_bytes else ''}"
             f"{'; ' + rates if rates else ''}",
             f"  planned for {_rates_text(self.planned_rates_bytes_per_s)}; planned again {self.replans} "
-            f"times; step time predicted then: "
-            f"{format_seconds(self.planned_step_s)}",
+            f"times; step time predicted then: {format_seconds(self.planned_step_s)}",
             f"  disk wear: {self.disk_wear}",
         ]
         if self.fixed_bytes:

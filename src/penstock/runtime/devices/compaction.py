@@ -115,8 +115,9 @@ class Compaction:
         """
         if self._clearing:  # what comes back meanwhile must not take the place
             return False
-        if self._segment is not None and not self._segment.fits(sizes):
-            self._let_device_come_near(engine)
+        if self._segment is None or self._segment.fits(sizes):
+            return True
+        self._let_device_come_near(engine)
         needed_bytes = sum(sizes)
         leaves = Leaves.leaving if may_leave else Leaves.nothing
         attempts = 0
