@@ -14,8 +14,7 @@ from torch import nn
 
 import penstock
 from penstock._native import DeviceSegment, Leaves
-from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.devices import compaction, queues
+from penstock.runtime.devices import queues
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.storages import LEAVING, ManagedStorage
@@ -178,26 +177,6 @@ def test_what_a_kernel_uses_keeps_its_bits_where_it_is_in_the_way(
     with scheduled_at_random(2, packs=False):  # that needs another stream, and the segment is of one
         assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert helps in rearranged and (helps or seen.opened > 1)
-
-
-def test_before_tensors_move_the_device_comes_near(
-    configure: Configure, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else what has long left by then is in the way."""
-    reached_it: list[bool] = []
-    wait_until = CopyEngine.wait_until
-
-    def waits(engine: CopyEngine, reached: Callable[[], bool]) -> None:
-        wait_until(engine, reached)
-        reached_it.append(reached())
-
-    monkeypatch.setattr(compaction, "NEAR_S", 0.0)
-    monkeypatch.setattr(CopyEngine, "wait_until", waits)
-    configure(order="lazy")
-    training = Training(10)
-    plain = expected(training)
-    assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
-    assert seen.moves > 0 and len(reached_it) > 10 and all(reached_it)
 
 
 def test_small_tensors_get_memory_that_the_segment_took(

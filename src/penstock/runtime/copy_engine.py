@@ -32,7 +32,6 @@ ANY_BYTES = 1 << 62
 TIMEOUT_S = 120.0
 
 INTERRUPTIBLE_S = 0.2  # a wait ends so soon after Ctrl-C
-POLLED_S = 1e-4  # between two questions to a device, which cannot tell
 
 
 class Wait(NamedTuple):
@@ -448,21 +447,12 @@ class CopyEngine:
 
     def join_one_that_leaves(self) -> bool:
         """Of those that give their memory back, the one that is first to be over."""
-        return any(map(self._join, self._that_leave()))
-
-    def join_what_has_left(self, is_over: Callable[[ManagedStorage], bool]) -> None:
-        """Of those that give their memory back, those whose copies are over on the device."""
-        for managed in self._that_leave():
-            if is_over(managed):
-                self._join(managed)
-
-    def _that_leave(self) -> list[ManagedStorage]:
-        """Those that give their memory back when their copies are over, the first to begin first."""
-        return [
+        leaving = [
             managed
             for managed in self._passages
             if managed.state == LEAVING and managed.freeing_bytes and not managed.void and not managed.pins
         ]
+        return any(map(self._join, leaving))
 
     def _left(
         self,
@@ -875,13 +865,6 @@ class CopyEngine:
                     f"no copy has completed for {format_seconds(self._timeout_s)}: {self._device.place_text} "
                     "does not answer. Check the disk (dmesg, smartctl), or choose another spill_dir."
                 )
-
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Give others the lock until it is so, or the time limit has passed."""
-        deadline = time.monotonic() + self._timeout_s
-        while not reached() and time.monotonic() < deadline:
-            self._changed.wait(POLLED_S)
-            self.check_interrupt()
 
     def wait_for_change(self) -> None:
         """Until a copy completes, or `notify_change` is called. Raises SpillError after the time limit."""

@@ -11,8 +11,6 @@ fits nowhere, to the tier below.
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -26,10 +24,6 @@ from penstock.runtime.storages import RESIDENT, ManagedStorage
 from penstock.units import format_bytes
 
 logger = logging.getLogger("penstock")
-
-# Before places are cleared, the host waits until the device is no more than twice so far behind: what leaves
-# is in the way until its copy is over, and far ahead of the device no copy is.
-NEAR_S = 0.5e-3
 
 # Most places to clear for one request, many of them to enlarge a free block.
 ATTEMPTS = 32
@@ -61,7 +55,6 @@ class Compaction:
         self._segment: DeviceSegment | None = None
         self._stream: Any = None
         self._clearing = False
-        self._marks: deque[tuple[float, Any]] = deque()  # events, and when they were recorded
         self._surprises = 0
         self.refused = 0
         self.moved_bytes = 0
@@ -89,8 +82,6 @@ class Compaction:
         if self._segment is not None:
             self._segment.clear()
         self._memory.segment = self._segment = None
-        self._events.free.extend(event for _, event in self._marks)
-        self._marks.clear()
 
     def put(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         """Memory was allocated for the storage."""
@@ -115,9 +106,6 @@ class Compaction:
         """
         if self._clearing:  # what comes back meanwhile must not take the place
             return False
-        if self._segment is None or self._segment.fits(sizes):
-            return True
-        self._let_device_come_near(engine)
         needed_bytes = sum(sizes)
         leaves = Leaves.leaving if may_leave else Leaves.nothing
         attempts = 0
@@ -144,16 +132,6 @@ class Compaction:
             ):
                 return False
         return True
-
-    def _let_device_come_near(self, engine: CopyEngine) -> None:
-        now_s = time.perf_counter()
-        if not self._marks or now_s - self._marks[-1][0] >= NEAR_S:
-            self._marks.append((now_s, self._events.record(self._stream)))
-        if len(self._marks) > 2:
-            event = self._marks.popleft()[1]
-            engine.wait_until(event.query)
-            self._events.free.append(event)
-            engine.join_what_has_left(self._copies.is_over)
 
     def _clear(self, engine: CopyEngine, segment: DeviceSegment, size_bytes: int, leaves: Leaves) -> bool:
         """Empty the place for one free block of so many bytes, or a part of it."""

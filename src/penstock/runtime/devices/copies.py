@@ -206,12 +206,6 @@ class Copies:
                 stream.wait_event(event)
         return True
 
-    def is_over(self, managed: ManagedStorage) -> bool:
-        """Whether a copy that kernels could wait for has been made."""
-        with self._lock:
-            joinable = self._joinable.get(managed.key)
-            return joinable is not None and joinable[1].over is not None and bool(joinable[1].over.query())
-
     def change(self, managed: ManagedStorage, change: Callable[[], Any]) -> bool:
         """Call ``change`` before the storage's copy is issued, and make the copy wait for the event that it
         returns. False: there is no such copy, or it was issued already."""
