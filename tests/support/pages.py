@@ -141,12 +141,8 @@ class Reader:
         if OUTPUT in block.said:
             return
         if LINES in block.said:
-            found_lines = iter(_beginnings(printed))
-            missing = [
-                line
-                for line in _beginnings(expected)
-                if not any(found.startswith(line) for found in found_lines)
-            ]
+            printed_lines = iter(_beginnings(printed))
+            missing = [line for line in _beginnings(expected) if line not in printed_lines]
             assert not missing, f"{self._where(block)}: no line begins with {missing[0]!r} there:\n{printed}"
             return
         if CHECKSUMS in block.said:
