@@ -33,8 +33,10 @@ class _Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.wide = nn.Linear(WIDTH, 4 * WIDTH)
         self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.convolution = nn.Conv2d(WORDS, WORDS, 3, padding=1, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.convolution(x.view(BATCH, WORDS, 16, -1)).view_as(x)
         return x + F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1, self.training)
 
 

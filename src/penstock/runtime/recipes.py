@@ -75,6 +75,7 @@ class Recipe:
     reads       storages of the arguments
     makes       storages of the results, and the position of each among the results
     result      the only one, where the kernel can write it to memory that is there; else None
+    write       what writes it there
     need_bytes  device memory that it needs besides its arguments
     held        references that keep `reads` alive while an output is dropped
     """
@@ -87,6 +88,7 @@ class Recipe:
     reads: list[ManagedStorage]
     makes: dict[ManagedStorage, int]
     result: TensorArgument | None
+    write: Writer | None
     need_bytes: int
     held: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -143,11 +145,9 @@ def run(recipe: Recipe, target: torch.Tensor | None = None) -> Any:
 
     with torch._C._ExcludeDispatchKeyGuard(_BELOW_AUTOCAST), _original_state(recipe):
         args, kwargs = restored(recipe.args), {name: restored(kwarg) for name, kwarg in recipe.kwargs.items()}
-        if target is None:
+        if target is None or recipe.write is None:
             return recipe.operator(*args, **kwargs)
-        write = writer(recipe.operator)
-        assert write is not None
-        return write(target, *args, **kwargs)
+        return recipe.write(target, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -176,14 +176,18 @@ aten = torch.ops.aten
 Writer = Callable[..., torch.Tensor]  # called with where the result goes, and the operator's own arguments
 
 
-def writer(operator: Callable[..., Any]) -> Writer | None:
+def writer(operator: Callable[..., Any], args: tuple[Any, ...], device_type: str) -> Writer | None:
     """What computes the operator's one result with the same kernel, and writes it to a tensor of the result's
     shape, strides and dtype; None where torch has only kernels that allocate it."""
-    return _writer(operator) if isinstance(operator, torch._ops.OpOverload) else None
+    if not isinstance(operator, torch._ops.OpOverload):
+        return None
+    if operator is aten.convolution.default and _by_cudnn(args):
+        return _convolved_by_cudnn
+    return _writer(operator, device_type)
 
 
 @functools.cache
-def _writer(operator: torch._ops.OpOverload) -> Writer | None:
+def _writer(operator: torch._ops.OpOverload, device_type: str) -> Writer | None:
     if operator in (aten.clone.default, aten._to_copy.default):
         return _copied
     if operator is aten.relu.default:
@@ -196,15 +200,16 @@ def _writer(operator: torch._ops.OpOverload) -> Writer | None:
         arguments = overload._schema.arguments
         out = [argument.name for argument in arguments if argument.is_out]
         others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-        if len(out) == 1 and others == wanted and _has_kernel(overload):
+        if len(out) == 1 and others == wanted and _has_kernel(overload, device_type):
             return functools.partial(_written, overload, out[0])
     return None
 
 
-def _has_kernel(overload: torch._ops.OpOverload) -> bool:
+def _has_kernel(overload: torch._ops.OpOverload, device_type: str) -> bool:
     """A kernel of its own. Those that torch generates for other `out` overloads call the operator that
     allocates, and copy: on a CPU as on all devices."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU")
+    keys = {"CPU", torch._C._dispatch_key_for_device(device_type)}
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) for key in keys)
 
 
 def _written(
@@ -214,6 +219,43 @@ def _written(
 
 
 # As torch computes these:
+
+
+def _by_cudnn(args: tuple[Any, ...]) -> bool:
+    """Without a bias, which newer versions add in the same kernel, and of two or three dimensions, as one is
+    computed as two."""
+    return (
+        len(args) == 9
+        and args[2] is None
+        and args[0].dim() > 3
+        and torch._C._select_conv_backend(*args) is torch._C._ConvBackend.Cudnn
+    )
+
+
+def _convolved_by_cudnn(
+    target: torch.Tensor,
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> torch.Tensor:
+    return aten.cudnn_convolution.out(
+        image,
+        weight,
+        padding,
+        stride,
+        dilation,
+        groups,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32",
+        out=target,
+    )
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -119,18 +119,28 @@ class Recomputation:
         if any(managed.size_bytes > most_bytes for managed in makes):
             return
         need_bytes = max(need_bytes, sum(managed.size_bytes for managed in makes))
-        in_place = None
+        in_place = write = None
         if (
             self._device.copies_results
             and len(makes) == 1
             and before is None
             and isinstance(result, torch.Tensor)
             and is_plain(result)
-            and writer(operator) is not None
         ):
+            write = writer(operator, args, result.device.type)
+        if write is not None:
             in_place = TensorArgument.of(result, next(iter(makes)))
         recipe = Recipe(
-            operator, kept_args, kept_kwargs, before, switches(), list(reads), makes, in_place, need_bytes
+            operator,
+            kept_args,
+            kept_kwargs,
+            before,
+            switches(),
+            list(reads),
+            makes,
+            in_place,
+            write,
+            need_bytes,
         )
         for managed in makes:
             if managed in self._recipes:

@@ -63,7 +63,8 @@ void add_operations(Cost& cost, const std::string& name, const Stack& arguments,
     cost.precision = precision_of(a, false);
   } else if (name == "aten::convolution" && !made.empty()) {
     const at::Tensor& input = arguments[0].toTensor();
-    cost.operations = operations_of(input, arguments[1].toTensor(), made[0].toTensor(), arguments[6].toBool());
+    const at::Tensor& output = (made[0].isTensor() ? made[0] : arguments.back()).toTensor();  // given, or made
+    cost.operations = operations_of(input, arguments[1].toTensor(), output, arguments[6].toBool());
     cost.precision = precision_of(input, true);
   } else if (name == "aten::convolution_backward") {
     const at::Tensor& input = arguments[1].toTensor();
