@@ -68,3 +68,27 @@ def test_plans_leave_memory_for_pieces(emu: Any, tmp_path: Path) -> None:
         assert run.plan is not None
         assert run.plan.device_budget_bytes == budget_bytes - int(PIECES_SHARE * budget_bytes)
         assert run.report().predicted_peak_bytes <= run.plan.device_budget_bytes
+
+
+def test_a_planned_step_is_not_far_ahead(emu: Any, tmp_path: Path) -> None:
+    emu.configure("4GiB", machine="h100-pcie5", computes=False)
+    with penstock.offload(
+        device="emu",
+        device_budget="1GiB",
+        host_budget="2GiB",
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        planning=penstock.PlanOptions(recompute=False),
+    ) as run:
+        kept = [torch.zeros(4096, 4096, device="emu") for _ in range(24)]
+        for _ in range(8):
+            with run.step():
+                for tensor in kept:
+                    torch.mm(tensor, tensor)
+                    tensor.mul_(1.0)
+        launched_s = emu.now_s()
+        torch.accelerator.synchronize()
+        ahead_s = emu.now_s() - launched_s
+        report = run.report()
+    assert report.evicted_bytes > 0
+    assert ahead_s < report.step_s / 5

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,17 +63,7 @@ def random_schedule(trace: Trace, rng: random.Random, packs: bool = True) -> Sch
         for kernel in sorted(rng.sample(alive, min(rng.randint(1, 3), len(alive)))):
             before[kernel].append(rng.choice([Drop(tensor), Drop(tensor), Recompute(tensor)]))
     away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
-    return Schedule(
-        schedule.names,
-        schedule.known,
-        tuple(map(tuple, before)),
-        tuple(away),
-        schedule.needs_bytes,
-        schedule.pieces,
-        schedule.uses,
-        schedule.persistent,
-        schedule.tensor_bytes,
-    )
+    return replace(schedule, before=tuple(map(tuple, before)), away_at_start=tuple(away))
 
 
 def run_plainly(seed: int) -> list[bytes]:

@@ -421,9 +421,10 @@ class Clock(TorchDispatchMode):
 
     def _act(self, kernel: int) -> None:
         """Do what the schedule says is to be done before the kernel."""
-        engine = self._engine
+        engine, schedule = self._engine, self._kernels.schedule
         with self._interrupts:
-            for action in self._kernels.schedule.before[kernel]:
+            self._device.stay_near(schedule.begins_s[kernel])
+            for action in schedule.before[kernel]:
                 if type(action) is KeepRecipe:
                     self._kernels.notes = True
                     continue

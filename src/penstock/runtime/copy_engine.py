@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from penstock._native import DEMAND, PREFETCH
@@ -873,6 +873,15 @@ class CopyEngine:
 
     def notify_change(self) -> None:
         self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Leave the lock, which this thread holds once, to others meanwhile."""
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
 
     def raise_error(self) -> None:
         if self._error is not None:

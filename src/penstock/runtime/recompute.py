@@ -260,16 +260,15 @@ class Recomputation:
         None where that is in its place."""
         while True:
             began_s = time.perf_counter()
-            self._engine.lock.release()
             try:
-                if in_place and recipe.result is not None:
-                    run(recipe, recipe.result.tensor())
-                    return None
-                return made_again(recipe, managed)
+                with self._engine.unlocked():
+                    if in_place and recipe.result is not None:
+                        run(recipe, recipe.result.tensor())
+                        return None
+                    return made_again(recipe, managed)
             except Exception as error:
                 failed = error
             finally:
-                self._engine.lock.acquire()
                 self.recompute_s += time.perf_counter() - began_s
             if not self._device.frees_enough(failed, recipe.need_bytes):
                 self._device.kernel_failed(failed, recipe.need_bytes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.columns import IntArray, Lists
+from penstock.core.columns import FloatArray, IntArray, Lists
 from penstock.core.memory_profile import kernels_as_run, leaves_for_good
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
@@ -84,6 +84,7 @@ class Schedule:
     known           [K] how many tensors have been touched when the kernel has run
     before          [K] actions, in order
     away_at_start   tensors that are away when the iteration begins, and the tier they are on
+    begins_s        [K] seconds of the step before it, where all kernels wait alike
     needs_bytes     [K] bytes that the kernel takes beyond what is there: its outputs and workspace
     pieces          [K] sizes of the larger ones of these, the largest first: each takes memory in one piece
     uses            [T] kernels that use the tensor, ascending
@@ -98,6 +99,7 @@ class Schedule:
     known: tuple[int, ...]
     before: tuple[tuple[Action, ...], ...]
     away_at_start: tuple[tuple[int, str], ...]
+    begins_s: tuple[float, ...]
     needs_bytes: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...]
     uses: tuple[tuple[int, ...], ...]
@@ -175,9 +177,16 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
     return replace(
         made,
         is_still=is_still,
+        begins_s=tuple(_begins_s(trace, max(plan.predicted_s, trace.ideal_s)).tolist()),
         variants=variants if any(variants) else (),
         budget_bytes=plan.device_budget_bytes,
     )
+
+
+def _begins_s(trace: Trace, step_s: float) -> FloatArray:
+    """[K] when each kernel begins, in a step of so many seconds in which all wait alike."""
+    ends_s = np.cumsum(trace.kernel_time_s)
+    return (ends_s - trace.kernel_time_s) * (step_s / max(float(ends_s[-1]), 1e-9))
 
 
 def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:
@@ -223,6 +232,7 @@ def unplanned(
         known=tuple(known.tolist()),
         before=tuple(tuple(actions) for actions in before) or ((),) * count,
         away_at_start=tuple(away),
+        begins_s=tuple(_begins_s(trace, trace.ideal_s).tolist()),
         needs_bytes=tuple((born + trace.kernel_workspace_bytes).tolist()),
         pieces=tuple(tuple(sorted(sizes, reverse=True)) for sizes in pieces),
         uses=tuple(tuple(uses[tensor].tolist()) for tensor in range(trace.tensors)),

@@ -233,6 +233,12 @@ class Device(Protocol):
         """The program resizes a storage that is there. False: there is no memory."""
         ...
 
+    def stay_near(self, begins_s: float) -> None:
+        """Have the host wait for the device where it is far ahead. With the engine's lock held, once.
+
+        begins_s   of the step, when the kernel is to begin
+        """
+
     def begin_kernel(self) -> None:
         """A kernel begins. In the arena it is told only where something was moved unasked."""
 

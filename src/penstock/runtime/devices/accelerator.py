@@ -35,6 +35,7 @@ import contextlib
 import logging
 import queue
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,10 @@ logger = logging.getLogger("penstock")
 
 CHUNK_BYTES = 8 << 20  # staged at once: large enough for full speed on bus and disk
 CHUNKS = 4  # of staging, for each direction
+
+# Where something moves, the host is at most so far ahead of the device.
+LEAD_S = 1e-3
+MARKS = 4  # within that time
 
 # Asking the allocator costs as much as a kernel's launch, so it is asked once in so many times.
 ASKED_EVERY = 32
@@ -132,6 +137,8 @@ class AcceleratorDevice:
         self._next_opening = 0  # the step from which on the segment may be opened
         self._opened_in = self._rearranged_in = 0  # for a kernel: the step in which it was last
         self._steps = 0
+        self._marks: deque[tuple[float, Any]] = deque()  # events on the way: after so much of _elapsed_s
+        self._begins_s = self._elapsed_s = 0.0  # of the last kernel: in its step, and in all
         self._recorded: dict[int, list[Any]] = {}  # by key: streams that the program uses it on
         self._found: set[int] = set()  # keys of those whose memory is of some stream, nobody knows which
         self._before_bytes = self._emptied_bytes = 0  # when the kernel that is measured began, and since
@@ -496,6 +503,24 @@ class AcceleratorDevice:
         return managed.slot.packed_bytes if managed.slot is not None else 0
 
     # -- kernels -------------------------------------------------------------------------------
+
+    def stay_near(self, begins_s: float) -> None:
+        """Far ahead of the device the host sees no copy end. Then what leaves is in the way of what is made,
+        and kernels wait for the copies whose memory only another copy needs."""
+        passed_s = begins_s - self._begins_s
+        self._begins_s = begins_s
+        self._elapsed_s += passed_s if passed_s >= 0 else begins_s  # of the next step
+        if self._marks and self._elapsed_s < self._marks[-1][0] + LEAD_S / MARKS:
+            return
+        self._marks.append((self._elapsed_s, self._events.record(self._driver.current_stream())))
+        reached = []
+        while self._marks[0][0] <= self._elapsed_s - LEAD_S:
+            reached.append(self._marks.popleft()[1])
+        if reached:
+            assert self.engine is not None
+            with self.engine.unlocked():
+                reached[-1].synchronize()
+            self._events.free.extend(reached)
 
     def begin_kernel(self) -> None:
         stream = self._driver.current_stream()
