@@ -1,4 +1,5 @@
-"""The host launches, and goes on: also where a step is recorded, and when a step ends."""
+"""The host launches, and goes on: also where a step is recorded, and when a step ends. It stays near
+where tensors move."""
 
 from __future__ import annotations
 

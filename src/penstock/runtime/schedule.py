@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.columns import FloatArray, IntArray, Lists
+from penstock.core.columns import IntArray, Lists
 from penstock.core.memory_profile import kernels_as_run, leaves_for_good
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
@@ -173,20 +173,15 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
         trace.kernel_variants[kernel][variant].name if variant >= 0 else ""
         for kernel, variant in enumerate(plan.variants)
     )
+    longer = max(plan.predicted_s / trace.ideal_s, 1.0) if trace.ideal_s > 0 else 1.0
     is_still = not made.away_at_start and not any(made.before) and not any(variants)
     return replace(
         made,
         is_still=is_still,
-        begins_s=tuple(_begins_s(trace, max(plan.predicted_s, trace.ideal_s)).tolist()),
+        begins_s=tuple(longer * begin_s for begin_s in made.begins_s),
         variants=variants if any(variants) else (),
         budget_bytes=plan.device_budget_bytes,
     )
-
-
-def _begins_s(trace: Trace, step_s: float) -> FloatArray:
-    """[K] when each kernel begins, in a step of so many seconds in which all wait alike."""
-    ends_s = np.cumsum(trace.kernel_time_s)
-    return (ends_s - trace.kernel_time_s) * (step_s / max(float(ends_s[-1]), 1e-9))
 
 
 def _leaves_unwritten(trace: Trace, tensor: int, kernel: int, begins: Sequence[int]) -> bool:
@@ -232,7 +227,7 @@ def unplanned(
         known=tuple(known.tolist()),
         before=tuple(tuple(actions) for actions in before) or ((),) * count,
         away_at_start=tuple(away),
-        begins_s=tuple(_begins_s(trace, trace.ideal_s).tolist()),
+        begins_s=tuple((np.cumsum(trace.kernel_time_s) - trace.kernel_time_s).tolist()),
         needs_bytes=tuple((born + trace.kernel_workspace_bytes).tolist()),
         pieces=tuple(tuple(sorted(sizes, reverse=True)) for sizes in pieces),
         uses=tuple(tuple(uses[tensor].tolist()) for tensor in range(trace.tensors)),
