@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def configure(loaded: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
     """A device as it is at first, and what makes it another one, where it is emulated: emu.configure. Errors
     that a test has left come out at its end."""
     if loaded is None:
+        gc.collect()
+        torch.cuda.empty_cache()  # what other tests have left there
         with accelerator.reproducible(request.node.name):
             yield lambda **how: None
     else:

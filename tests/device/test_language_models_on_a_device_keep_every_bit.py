@@ -37,7 +37,7 @@ def program(name: str, way: Way) -> Program:
 )
 def test_some(configure: Configure, name: str, order: str, tier: str, way: Way, tmp_path: Path) -> None:
     report = check(configure, program(name, way), order, 1, tier, 0.3, "optimal", tmp_path)
-    assert report.evicted_bytes > 0
+    assert report.evicted_bytes + report.recomputed_bytes > 0
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ COPIED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer norm": lambda x: F.layer_norm(x, (SIDE,)),
     "dropout": lambda x: F.dropout(x, 0.5),
 }
+if DEVICE == "cuda":  # torch writes it in place by cuDNN alone, and adds a bias elsewhere
+    COPIED["convolution and bias"] = IN_PLACE.pop("convolution and bias")
 
 
 @pytest.mark.parametrize("name", [*IN_PLACE, *COPIED])
@@ -68,7 +70,8 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("cudnn_convolution.out", convolved, torch._C._dispatch_key_for_device(DEVICE))
-    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn)
+    backend = torch._C._ConvBackend.Cudnn
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *_, **__: type(backend)(backend.value))
     yield calls
     library._destroy()
 

@@ -69,7 +69,7 @@ def test_parts_give_the_bits_of_plain_pytorch(
     size: int | str, tmp_path: Path, machine: penstock.Hardware
 ) -> None:
     with (
-        torch.backends.cudnn.flags(deterministic=True),
+        torch.backends.cudnn.flags(enabled=True, deterministic=True),
         penstock.offload(
             device=DEVICE,
             device_budget=BUDGET,
@@ -80,14 +80,14 @@ def test_parts_give_the_bits_of_plain_pytorch(
     ):
         found = train(run.micro_batches, run.step)
         chosen = run.report().micro_batch
-    with torch.backends.cudnn.flags(deterministic=True):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         assert train(by_hand(chosen), nullcontext) == found
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason=NOT_REHEARSED + "cuDNN and its variants")
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("without cuDNN", {"enabled": False}), ("deterministic cuDNN", {"deterministic": True})],
+    [("without cuDNN", {"enabled": False}), ("deterministic cuDNN", {"enabled": True, "deterministic": True})],
 )
 def test_variants_give_the_bits_of_their_settings(
     name: str, flags: dict[str, bool], tmp_path: Path, machine: penstock.Hardware

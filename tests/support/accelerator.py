@@ -47,7 +47,10 @@ def load(kind: str) -> Any:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise NoAccelerator("needs a CUDA device")
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products are not reproducible
+        # Else products are not reproducible; and workspaces as large as these models would be all that a
+        # budget holds.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
         if (
             "TORCH_CUDA_SANITIZER" in os.environ
         ):  # it takes addresses of what is away, when views are made of it

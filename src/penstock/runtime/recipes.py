@@ -228,7 +228,7 @@ def _by_cudnn(args: tuple[Any, ...]) -> bool:
         len(args) == 9
         and args[2] is None
         and args[0].dim() > 3
-        and torch._C._select_conv_backend(*args) is torch._C._ConvBackend.Cudnn
+        and torch._C._select_conv_backend(*args) == torch._C._ConvBackend.Cudnn  # a new object each time
     )
 
 

@@ -6,6 +6,7 @@ Written without a GPU: nothing in this file has run on one yet. `make gpu` runs 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -248,12 +249,16 @@ def access_errors(device: torch.device) -> Callable[[torch.UntypedStorage, str |
         return set_access_error
     else:
         reason = "tried here, none was raised, or it stayed"
-    logger.warning(
-        "accesses to tensors that are away cannot be made errors: %s. Code that takes their address, such as "
-        "a kernel that PyTorch does not know, may end with an illegal memory access",
-        reason,
+    _warn_once(
+        f"accesses to tensors that are away cannot be made errors: {reason}. Code that takes their address, "
+        "such as a kernel that PyTorch does not know, may end with an illegal memory access"
     )
     return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _errors_begin_and_end(
