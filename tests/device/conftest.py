@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.units import parse_bytes
 from tests.support import accelerator
 
 HERE = Path(__file__).parent
@@ -38,12 +39,21 @@ def configure(loaded: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
         gc.collect()
         torch.cuda.empty_cache()  # what other tests have left there
         with accelerator.reproducible(request.node.name):
-            yield lambda **how: None
+            yield _limit_cuda
     else:
         loaded.configure()
         yield loaded.configure
     torch.get_device_module(DEVICE).set_per_process_memory_fraction(1.0)
     torch.accelerator.synchronize()
+
+
+def _limit_cuda(memory: str | None = None, **_: Any) -> None:
+    """As far as CUDA can be told what the emulated device can: how much memory there is beside what others
+    have."""
+    total_bytes, fraction = torch.cuda.get_device_properties(0).total_memory, 1.0
+    if memory is not None:
+        fraction = (torch.cuda.memory_reserved() + parse_bytes(memory) + 0.5) / total_bytes
+    torch.cuda.set_per_process_memory_fraction(fraction)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import penstock
+from penstock.capture.compiler import backend
 from penstock.runtime.devices.accelerator import AWAY_TEXT
 from penstock.runtime.storage_methods import held_bytes
 from tests.support.accelerator import NOT_REHEARSED, wanted
@@ -163,7 +164,7 @@ def loop(
     def steps(model: torch.nn.Module, run: Any) -> list[Any]:
         optimizer = make_optimizer(model.parameters())
         scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
-        forward = torch.compile(model, backend="penstock", options=PARTS) if compiled else model
+        forward = torch.compile(model, backend=backend, options=PARTS) if compiled else model
         losses = []
         for step in range(STEPS):
             seeded = torch.Generator().manual_seed(step)
@@ -219,6 +220,22 @@ def test_whole_models_page_and_keep_their_bits(
     assert found == losses
     assert all(torch.equal(one, other) for one, other in zip(found_weights, weights, strict=True))
     assert report.peak_bytes <= BUDGET and report.evicted_bytes > 0
+
+
+@on_cuda(reason=NOT_REHEARSED + "torch.compile")
+def test_what_was_compiled_before_the_run_keeps_its_bits(tmp_path: Path, machine: penstock.Hardware) -> None:
+    """Its weights, which come back for it, are away between calls."""
+    weights = [torch.full((MIB,), float(index), device=DEVICE) for index in range(16)]  # 4 MiB each
+    scaled = torch.compile(lambda weight, x: (weight * x).sin())
+    expected = [scaled(weight, weights[1]).cpu() for weight in weights]
+    options = tier_options("host", tmp_path, machine)
+    with offload(device=DEVICE, device_budget=32 * MIB, **options) as run:
+        weights = [weight.clone() for weight in weights]
+        for _ in range(3):
+            with run.step():
+                for weight, wanted in zip(weights, expected, strict=True):
+                    assert torch.equal(scaled(weight, weights[1]).cpu(), wanted)
+        assert run.report().evicted_bytes > 0
 
 
 def test_a_budget_that_holds_everything_moves_nothing(tmp_path: Path, machine: penstock.Hardware) -> None:

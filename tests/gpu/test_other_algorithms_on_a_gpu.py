@@ -87,7 +87,10 @@ def test_parts_give_the_bits_of_plain_pytorch(
 @pytest.mark.skipif(DEVICE != "cuda", reason=NOT_REHEARSED + "cuDNN and its variants")
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("without cuDNN", {"enabled": False}), ("deterministic cuDNN", {"enabled": True, "deterministic": True})],
+    [
+        ("without cuDNN", {"enabled": False}),
+        ("deterministic cuDNN", {"enabled": True, "deterministic": True}),
+    ],
 )
 def test_variants_give_the_bits_of_their_settings(
     name: str, flags: dict[str, bool], tmp_path: Path, machine: penstock.Hardware

@@ -32,6 +32,9 @@ class _Event:
     def synchronize(self) -> None:
         assert self.reached.wait(WAIT_S)
 
+    def elapsed_time(self, later: _Event) -> float:
+        return 0.0
+
 
 class _Copies:
     """issued   sizes, as the stream got them; over   sizes and errors, as they ended"""
@@ -50,11 +53,11 @@ class _Copies:
             lambda text: contextlib.nullcontext(),
         )
 
-    def _issue(self, copy: Copy, stream: Any) -> _Event:
+    def _issue(self, copy: Copy, stream: Any) -> tuple[_Event, _Event]:
         if copy.size_bytes == 13:
             raise RuntimeError("the stream takes none of 13 bytes")
         self.issued.put((copy.size_bytes, event := _Event()))
-        return event
+        return _Event(), event
 
     def put(self, size_bytes: int, priority: int = PREFETCH) -> Copy:
         copy = Copy(

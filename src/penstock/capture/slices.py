@@ -18,6 +18,7 @@ from penstock.capture.operators import LIST_PREFIXES, base_name, describe
 # within these bounds, of all tensors of a slice together, those that it makes too.
 LEAST_BYTES = 1 << 20  # a kernel of fewer is too short
 SLICE_BYTES = 32 << 20
+ACCELERATOR_SLICE_BYTES = 256 << 20  # there a launch takes the host as long as these bytes the device
 
 # Weights of so many bytes are divided, and what is as large as one of them: gradients, the optimizer's state.
 DIVISIBLE_BYTES = 64 << 20
@@ -56,9 +57,9 @@ def slices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """The calls that do the same in parts, in order; None where the operator is called as it is.
 
     That is so where it is no operator on lists, or all its tensors fit in one slice. A slice is a run of
-    elements of all lists that takes no more than the largest element, or `LEAST_BYTES`, and `SLICE_BYTES` at
-    most; or it is one element. No budget enters: a trace can be planned for any. Single tensors and scalars
-    are the same for each slice. The bits are the same.
+    elements of all lists that takes no more than the largest element, or `LEAST_BYTES`, and `SLICE_BYTES`
+    (`ACCELERATOR_SLICE_BYTES`) at most; or it is one element. No budget enters: a trace can be planned for
+    any. Single tensors and scalars are the same for each slice. The bits are the same.
     """
     values = {
         argument: value
@@ -104,7 +105,8 @@ def _bounds(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, int]
         sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for tensors in zip(*lists, strict=True)
     ]
-    most = min(max(*sizes, LEAST_BYTES), SLICE_BYTES)
+    is_host = lists[0][0].device.type in ("cpu", "meta")
+    most = min(max(*sizes, LEAST_BYTES), SLICE_BYTES if is_host else ACCELERATOR_SLICE_BYTES)
     begin, total = 0, 0
     for index, size in enumerate(sizes):
         if index > begin and total + size > most:

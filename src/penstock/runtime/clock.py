@@ -48,7 +48,11 @@ from penstock.runtime.schedule import (
 )
 from penstock.runtime.storage_methods import StorageAccess
 from penstock.runtime.storages import DROPPED, LEAVING, NEVER, RESIDENT, ManagedStorage, Storages
-from penstock.runtime.torch_patches import cuda_graphs_refused, triton_launches_seen
+from penstock.runtime.torch_patches import (
+    compiled_regions_seen,
+    cuda_graphs_refused,
+    triton_launches_seen,
+)
 from penstock.runtime.variants import AS_TRACED, Variants, run_as
 
 
@@ -151,6 +155,7 @@ class Clock(TorchDispatchMode):
         self._access.replace_methods(self._replaced, self._recorder.resized)
         if self._device.empties_storages:
             self._replaced.enter_context(cuda_graphs_refused())
+            self._replaced.enter_context(compiled_regions_seen())
             self._replaced.enter_context(triton_launches_seen(self._access.present))
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch._inductor.config as inductor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from penstock.capture.operators import tensors_in
 from penstock.errors import InvalidArgument
@@ -86,6 +87,25 @@ def _refusal(path: str, name: str) -> Callable[..., NoReturn]:
         _refuse(path if name == "__enter__" else f"{path}.{name}", "Run the kernels without one.")
 
     return refuse
+
+
+@contextlib.contextmanager
+def compiled_regions_seen() -> Iterator[None]:
+    """Inside, a region that Inductor compiled before is one operator, as one that is compiled in a run."""
+    graph = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
+    operators = importlib.import_module("torch._higher_order_ops.wrap")
+    wrapped = getattr(operators, "InductorCompiledCallable", lambda function: function)
+    call = graph.__call__
+
+    @functools.wraps(call)
+    def called(region: Any, inputs: Any) -> Any:
+        if region._wrap_compiled_regions or not is_in_torch_dispatch_mode():
+            return call(region, inputs)
+        return operators.inductor_compiled_code(wrapped(functools.partial(call, region)), inputs)
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, graph, "__call__", called)
+        yield
 
 
 @contextlib.contextmanager

@@ -42,17 +42,20 @@ class Slot:
 
 
 class Events:
-    """Reuses events: making one in torch costs more than launching a copy."""
+    """Reuses events: making one in torch costs more than launching a copy.
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    timed   they have `elapsed_time`
+    """
+
+    def __init__(self, driver: Driver, timed: bool = False) -> None:
+        self._driver, self._timed = driver, timed
         self.free: list[Any] = []
 
     def record(self, stream: Any) -> Any:
         try:
             event = self.free.pop()
         except IndexError:
-            event = self._driver.make_event()
+            event = self._driver.make_event(self._timed)
         event.record(stream)
         return event
 
@@ -90,6 +93,7 @@ class Copies:
     ) -> None:
         self.streams: list[Any] = [driver.current_stream()]
         self._driver, self._events, self._spill = driver, events, spill
+        self._times = Events(driver, timed=True)  # at both ends of copies
         self.paths = Paths(spill, driver.device)
         self.slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
         self._to_host, self._from_host = (
@@ -98,7 +102,7 @@ class Copies:
                 link,
                 driver.make_stream(),
                 functools.partial(self._issue, name == "out"),
-                events.free.append,
+                self._times.free.append,
                 driver.marked,
             )
             for name, link in (("out", "device_to_host"), ("in", "host_to_device"))
@@ -230,12 +234,15 @@ class Copies:
             each.close(timeout_s)
         self.slab.close()
 
-    def _issue(self, out: bool, copy: Copy, stream: Any) -> Any:
-        """Issue a copy between device and host. Returns the event at its end."""
-        content = as_bytes(copy.storage)[copy.begin : copy.begin + copy.size_bytes]
+    def _issue(self, out: bool, copy: Copy, stream: Any) -> tuple[Any, Any]:
+        """Issue a copy between device and host. Returns the events at its begin and its end."""
+        content = as_bytes(copy.storage)
+        if copy.size_bytes < content.nbytes:
+            content = content[copy.begin : copy.begin + copy.size_bytes]
         host = self.slab.tensor(copy.block, copy.size_bytes)
+        begun = self._times.record(stream)
         self._driver.copy(*((host, content) if out else (content, host)), stream)
-        return self._events.record(stream)
+        return begun, self._times.record(stream)
 
     def _move_disk(
         self,

@@ -30,6 +30,8 @@ class TorchDriver:
         self._module: Any = torch.get_device_module(device)
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
+        # For each kernel: torch.accelerator asks more.
+        self.current_stream: Callable[[], Any] = functools.partial(torch._C._accelerator_getStream, index)
         # What the program has set; torch says it of CUDA only.
         fraction = getattr(self._module, "get_per_process_memory_fraction", lambda _: 1.0)
         self._fraction_before = float(fraction(self.device))
@@ -52,29 +54,32 @@ class TorchDriver:
     def make_event(self, timed: bool = False) -> Any:
         return torch.Event(self.device, enable_timing=timed)
 
-    def current_stream(self) -> Any:
-        return torch._C._accelerator_getStream(
-            self.device.index
-        )  # torch.accelerator asks more, for each kernel
-
-    @contextlib.contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
-        before = torch.accelerator.current_stream(self.device)
-        with torch.accelerator.device_index(self.device.index):  # the stream's device becomes the current one
-            torch.accelerator.set_stream(stream)
+    def _on(self, stream: Any, do: Callable[..., Any], *args: Any) -> Any:
+        """Call it with the stream as the current one. torch's own contexts take ten times as long."""
+        index = self.device.index
+        device = torch._C._accelerator_exchangeDevice(index)
+        try:
+            before = torch._C._accelerator_getStream(index)
+            if before == stream:
+                return do(*args)
+            torch._C._accelerator_setStream(stream)
             try:
-                yield
+                return do(*args)
             finally:
-                torch.accelerator.set_stream(before)
+                torch._C._accelerator_setStream(before)
+        finally:
+            if device != index:
+                torch._C._accelerator_exchangeDevice(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        with self._on(stream):
-            target.copy_(source, non_blocking=True)
+        self._on(stream, target.copy_, source, True)
 
     def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None:
+        def made() -> torch.UntypedStorage:
+            return torch.UntypedStorage(size_bytes, device=self.device)
+
         try:
-            with self._on(stream):
-                return torch.UntypedStorage(size_bytes, device=self.device)
+            return self._on(stream, made)  # type: ignore[no-any-return]
         except torch.OutOfMemoryError:
             return None
 
@@ -91,15 +96,14 @@ class TorchDriver:
         stream: Any,
     ) -> torch.Tensor | None:
         try:
-            with self._on(stream):
-                return packing.pack(content, codec, itemsize, admits)
+            return self._on(stream, packing.pack, content, codec, itemsize, admits)  # type: ignore[no-any-return]
         except torch.OutOfMemoryError:
             return None
 
     def unpack(
         self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
     ) -> bool:
-        with self._on(stream):
+        def expand() -> bool:
             try:
                 return packing.unpack(packed, content, codec, itemsize)
             except torch.OutOfMemoryError:  # it takes some beside, which the host has
@@ -108,10 +112,14 @@ class TorchDriver:
                 content.copy_(expanded)
                 return whole
 
+        return self._on(stream, expand)  # type: ignore[no-any-return]
+
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
+        if not size_bytes:  # memory goes back to the stream that it came from
+            resize(storage, 0)
+            return True
         try:
-            with self._on(stream):
-                resize(storage, size_bytes)
+            self._on(stream, resize, storage, size_bytes)
         except torch.OutOfMemoryError:
             return False
         return True

@@ -26,6 +26,9 @@ logger = logging.getLogger("penstock")
 # while another thread holds the GIL, for 5 ms (sys.getswitchinterval).
 STREAM_BYTES = 128 << 20
 
+# Clocks of host and device drift apart: after so long the host's counts again.
+SAME_CLOCK_S = 1.0
+
 # The error, if any, and what was moved.
 Outcome = tuple[PenstockError | None, Sequence[Moved]]
 
@@ -42,10 +45,14 @@ class Copy:
     ready               events to wait for: of kernels that write the content, or used the target memory. They
                         can be reused once ``done`` is called
     begin, size_bytes   the part of the storage that is copied; by default all of it
-    waits, over         it was not issued to a stream yet; the event at its end, once it was
+    waits               it was not issued to a stream yet
+    begun, over         events at its begin and its end, once it was
     """
 
-    __slots__ = ("begin", "block", "done", "managed", "over", "ready", "size_bytes", "storage", "waits")
+    __slots__ = (
+        *("begin", "begun", "block", "done", "managed", "over"),
+        *("ready", "size_bytes", "storage", "waits"),
+    )
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class Copy:
         self.done = done
         self.begin = begin
         self.waits = True
+        self.begun: Any = None
         self.over: Any = None
         self.size_bytes = storage.nbytes() if size_bytes is None else size_bytes
 
@@ -191,8 +199,8 @@ class StreamQueue(_Queue):
     The stream always holds up to STREAM_BYTES, to go on without the host. Copies that wait here can still be
     overtaken by a more urgent one.
 
-    issue     called with a Copy and the stream; returns the event at its end
-    recycle   called with that event once nothing waits for it
+    issue     called with a Copy and the stream; returns the events at its begin and its end
+    recycle   called with these events once nothing waits for them
     """
 
     def __init__(
@@ -200,12 +208,13 @@ class StreamQueue(_Queue):
         name: str,
         link: str,
         stream: Any,
-        issue: Callable[[Copy, Any], Any],
+        issue: Callable[[Copy, Any], tuple[Any, Any]],
         recycle: Callable[[Any], None],
         marked: Callable[[str], Marked],
     ) -> None:
         super().__init__(name, marked)
         self._stream = stream
+        self._last: tuple[Any, float] | None = None  # the event at a copy's end, and when that was
         self._link = link
         self._issue = issue
         self._recycle = recycle
@@ -247,7 +256,7 @@ class StreamQueue(_Queue):
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._mark(copy):
                 for event in copy.ready:
                     self._stream.wait_event(event)
-                copy.over = self._issue(copy, self._stream)
+                copy.begun, copy.over = self._issue(copy, self._stream)
         except Exception as error:
             refused = error
         self._stream_bytes += copy.size_bytes
@@ -257,15 +266,13 @@ class StreamQueue(_Queue):
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
             copy, refused = entry
-            done, over = copy.done, copy.over
+            done, begun, over = copy.done, copy.begun, copy.over
             outcome: Outcome
             try:
                 if refused is not None:
                     raise refused
-                copy.wait()
-                begun_s = time.perf_counter()  # the copy before it has ended, too
                 over.synchronize()
-                outcome = None, [copy.moved(self._link, begun_s, time.perf_counter())]
+                outcome = None, [copy.moved(self._link, *self._times_s(begun, over))]
             except Exception as error:
                 outcome = copy_error(error), []
             with self._changed:
@@ -274,9 +281,20 @@ class StreamQueue(_Queue):
             copy.storage = None  # `done` may free its memory
             del copy, entry, refused
             call_done(done, *outcome)
-            if over is not None:
-                self._recycle(over)
-            del done, outcome, over
+            if begun is not None:
+                self._recycle(begun)
+            del done, outcome, begun, over
+
+    def _times_s(self, begun: Any, over: Any) -> tuple[float, float]:
+        """When the stream began and ended the copy, by its own clock: the host may look long after."""
+        now_s = ended_s = time.perf_counter()
+        if self._last is not None:
+            event, ended_s = self._last
+            passed_s = event.elapsed_time(over) / 1e3
+            ended_s = min(ended_s + passed_s, now_s) if passed_s < SAME_CLOCK_S else now_s
+            self._recycle(event)
+        self._last = over, ended_s
+        return ended_s - begun.elapsed_time(over) / 1e3, ended_s
 
     def _next(self) -> tuple[Copy, Exception | None] | None:
         with self._changed:
