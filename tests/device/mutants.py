@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "the host takes a copy for complete when it is issued",
         QUEUES,
-        "                over.synchronize()\n",
+        "            copy.over.synchronize()\n",
         "",
     ),
     Mutant(

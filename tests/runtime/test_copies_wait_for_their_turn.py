@@ -32,6 +32,9 @@ class _Event:
     def synchronize(self) -> None:
         assert self.reached.wait(WAIT_S)
 
+    def query(self) -> bool:
+        return self.reached.is_set()
+
     def elapsed_time(self, later: _Event) -> float:
         return 0.0
 

@@ -69,7 +69,7 @@ LEAD_S = 1e-3
 MARKS = 4  # within that time
 
 # Asking the allocator costs as much as a kernel's launch, so it is asked once in so many times.
-ASKED_EVERY = 32
+ASKED_EVERY = 64
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -264,9 +264,9 @@ class AcceleratorDevice:
             self.drop_packed(managed)
 
     def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        if self.memory.segment is not None:
-            self.memory.segment.take(managed)
         self._driver.resize(storage, 0, managed.place)
+        if self.memory.segment is not None:  # not before: a kernel that is being launched asks the allocator
+            self.memory.segment.take(managed)
         self._driver.set_access_error(storage, AWAY_TEXT)
         self.memory.known_bytes -= managed.size_bytes
         self._emptied_bytes += managed.size_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,17 @@ from penstock.runtime.devices.driver import Memory
 from penstock.runtime.storage_methods import held_bytes, resize
 
 logger = logging.getLogger("penstock")
+
+
+class _NvtxRange(contextlib.AbstractContextManager[None]):
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._text)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.nvtx.range_pop()
 
 
 class TorchDriver:
@@ -218,17 +229,9 @@ class CudaDriver(TorchDriver):
         lacks_engine = "unable to find an engine to execute this computation" in str(error)
         return lacks_engine and self._statistics()["num_ooms"] > self._refused_before
 
-    @contextlib.contextmanager
-    def marked(self, text: str) -> Iterator[None]:
+    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
         """An NVTX range, which Nsight Systems shows; nothing where torch was built without NVTX."""
-        if not self._has_nvtx:
-            yield
-            return
-        torch.cuda.nvtx.range_push(text)
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+        return _NvtxRange(text) if self._has_nvtx else contextlib.nullcontext()
 
     def _statistics(self) -> Any:
         return torch._C._cuda_memoryStats(self.device.index)  # type: ignore[attr-defined]

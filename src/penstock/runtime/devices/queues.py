@@ -200,7 +200,7 @@ class StreamQueue(_Queue):
     overtaken by a more urgent one.
 
     issue     called with a Copy and the stream; returns the events at its begin and its end
-    recycle   called with these events once nothing waits for them
+    recycle   called with each of these events once nothing waits for it
     """
 
     def __init__(
@@ -264,26 +264,35 @@ class StreamQueue(_Queue):
         self._changed.notify()
 
     def _serve(self) -> None:
-        while (entry := self._next()) is not None:
-            copy, refused = entry
-            done, begun, over = copy.done, copy.begun, copy.over
-            outcome: Outcome
-            try:
-                if refused is not None:
-                    raise refused
-                over.synchronize()
-                outcome = None, [copy.moved(self._link, *self._times_s(begun, over))]
-            except Exception as error:
-                outcome = copy_error(error), []
+        while (first := self._next()) is not None:
+            ended = [(first[0], self._outcome(*first))]
             with self._changed:
-                self._stream_bytes -= copy.size_bytes
+                # Together: each time this thread runs it takes the GIL from those that launch kernels.
+                while self._issued and (self._issued[0][1] or self._issued[0][0].over.query()):
+                    entry = self._issued.popleft()
+                    ended.append((entry[0], self._outcome(*entry)))
+                    del entry
+                self._stream_bytes -= sum(copy.size_bytes for copy, _ in ended)
                 self._issue_some()
-            copy.storage = None  # `done` may free its memory
-            del copy, entry, refused
-            call_done(done, *outcome)
-            if begun is not None:
-                self._recycle(begun)
-            del done, outcome, begun, over
+            del first
+            for copy, _ in ended:
+                copy.storage = None  # `done` may free its memory
+            for copy, outcome in ended:
+                call_done(copy.done, *outcome)
+            del copy, outcome, ended
+
+    def _next(self) -> tuple[Copy, Exception | None] | None:
+        with self._changed:
+            return self._issued.popleft() if self._wait_for(self._issued) else None
+
+    def _outcome(self, copy: Copy, refused: Exception | None) -> Outcome:
+        try:
+            if refused is not None:
+                raise refused
+            copy.over.synchronize()
+            return None, [copy.moved(self._link, *self._times_s(copy.begun, copy.over))]
+        except Exception as error:
+            return copy_error(error), []
 
     def _times_s(self, begun: Any, over: Any) -> tuple[float, float]:
         """When the stream began and ended the copy, by its own clock: the host may look long after."""
@@ -294,11 +303,9 @@ class StreamQueue(_Queue):
             ended_s = min(ended_s + passed_s, now_s) if passed_s < SAME_CLOCK_S else now_s
             self._recycle(event)
         self._last = over, ended_s
-        return ended_s - begun.elapsed_time(over) / 1e3, ended_s
-
-    def _next(self) -> tuple[Copy, Exception | None] | None:
-        with self._changed:
-            return self._issued.popleft() if self._wait_for(self._issued) else None
+        began_s = ended_s - begun.elapsed_time(over) / 1e3
+        self._recycle(begun)
+        return began_s, ended_s
 
 
 def copy_error(error: Exception) -> PenstockError:
