@@ -50,7 +50,12 @@ from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.copies import Copies, Events, Slot, as_bytes
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.packing import Packing
-from penstock.runtime.devices.reserved import SMALL_SEGMENT_BYTES, ReservedMemory, plannable
+from penstock.runtime.devices.reserved import (
+    LARGE_SEGMENT_BYTES,
+    SMALL_SEGMENT_BYTES,
+    ReservedMemory,
+    plannable,
+)
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storage_methods import held_bytes
@@ -538,9 +543,7 @@ class AcceleratorDevice:
         engine = self.engine
         assert engine is not None
         self._reserved.on_out_of_memory()
-        asked_bytes = _asked_bytes(error)
-        if asked_bytes > LARGEST_SMALL_BYTES:
-            asked_bytes += asked_bytes // 64  # what it says is rounded, and by less than that
+        asked_bytes = _asked_bytes(error, needed_bytes)
         self._on_out_of_memory(asked_bytes)
         segment = self.memory.segment
         if segment is not None and asked_bytes > 0:
@@ -558,7 +561,7 @@ class AcceleratorDevice:
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
         if not self._driver.is_out_of_memory(error):
             return
-        asked_bytes = max(needed_bytes, _asked_bytes(error), 1)
+        asked_bytes = max(needed_bytes, _asked_bytes(error, needed_bytes), 1)
         in_use_bytes, fragments_bytes = self._reserved.on_out_of_memory()
         least_bytes = max(self.budget_for(asked_bytes), self._reserved.budget_bytes + SMALL_SEGMENT_BYTES)
         raise BudgetTooSmall(
@@ -681,7 +684,17 @@ class AcceleratorDevice:
         self._copies.close(CLOSE_TIMEOUT_S)
 
 
-def _asked_bytes(error: BaseException) -> int:
-    """That the allocator says it was asked for; 0 where it does not say."""
+def _asked_bytes(error: BaseException, needed_bytes: int) -> int:
+    """That the allocator was asked for, or little more; 0 where it does not say.
+
+    It says what the segment would take. needed_bytes: of the kernel, as far as is known
+    """
     found = re.search(r"ried to allocate ([\d.]+) ?([KMG]iB)", str(error))
-    return parse_bytes(f"{found[1]}{found[2]}") if found is not None else 0
+    segment_bytes = parse_bytes(f"{found[1]}{found[2]}") if found is not None else 0
+    if segment_bytes == SMALL_SEGMENT_BYTES:  # no large one is as small
+        return LARGEST_SMALL_BYTES
+    if segment_bytes == LARGE_SEGMENT_BYTES and needed_bytes > LARGEST_SMALL_BYTES:
+        return min(needed_bytes, segment_bytes)
+    if segment_bytes > LARGEST_SMALL_BYTES:
+        return segment_bytes + segment_bytes // 64  # it is rounded, and by less than that
+    return segment_bytes

@@ -225,10 +225,12 @@ class Allocator final : public c10::DeviceAllocator {
     return block;
   }
 
+  static size_t segment_for(size_t size_bytes, bool is_small) {
+    return is_small ? kSmallSegment : size_bytes < kMinLarge ? kLargeSegment : round_up(size_bytes, kSmallSegment);
+  }
+
   Block* new_segment(size_t size_bytes, int stream, bool is_small) {
-    size_t segment_bytes = is_small                 ? kSmallSegment
-                           : size_bytes < kMinLarge ? kLargeSegment
-                                                    : round_up(size_bytes, kSmallSegment);
+    const size_t segment_bytes = segment_for(size_bytes, is_small);
     if (reserved_ + segment_bytes > std::min(limit_, total_)) return nullptr;
     char* address = map_segment(segment_bytes);
     if (!address) return nullptr;
@@ -277,8 +279,9 @@ class Allocator final : public c10::DeviceAllocator {
     }
     if (!block) {
       stats_.num_ooms++;
+      // It says what the segment would take, as CUDA's does.
       TORCH_CHECK_WITH(OutOfMemoryError, false, "emu out of memory: tried to allocate ",
-                       c10::CachingAllocator::format_size(requested_bytes), "; ",
+                       c10::CachingAllocator::format_size(segment_for(size_bytes, is_small)), "; ",
                        c10::CachingAllocator::format_size(reserved_), " of ",
                        c10::CachingAllocator::format_size(std::min(limit_, total_)), " are reserved");
     }
