@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+# Less of the program's between two kernels is mostly what a recording costs: views, and memory that is freed.
+PAUSE_S = 1e-3
+
 
 class Timed(NamedTuple):
     """A kernel between two events of its stream, as torch.Event with `enable_timing`.
@@ -37,15 +40,16 @@ def times_s(timed: Sequence[tuple[Launch, Timed]]) -> Iterator[tuple[float, floa
 
     In a plain step the host launches as fast as it can, and the device follows: a kernel begins when it is
     launched, or when the one before is over, whichever is later. So the second ones add up to about what the
-    slower of the two takes. The host's part is that of the program and of the calls alone: what a recording
-    takes beside them is not in it.
+    slower of the two takes. The host's part is that of the calls, and of the program where it pauses: what a
+    recording takes beside them is not in it.
     """
     host_s = device_s = 0.0
     for launch, kernel in timed:
         took_s = kernel.begun.elapsed_time(kernel.ended) / 1e3
         if kernel.was_idle:
             took_s = max(took_s - launch.call_s, 0.0)
-        host_s += launch.program_s + (0.0 if kernel.waited else launch.call_s)
+        host_s += launch.program_s if launch.program_s > PAUSE_S else 0.0
+        host_s += 0.0 if kernel.waited else launch.call_s
         over_s = max(device_s, host_s) + took_s
         if kernel.waited:
             host_s = over_s

@@ -1,6 +1,6 @@
 """CUDA devices: what torch.accelerator has no words for.
 
-Written without a GPU: nothing in this file has run on one yet. `make gpu` runs it there.
+`make gpu` runs it on one. An H200 has, with torch 2.11; access errors need torch 2.13, and no GPU has run those.
 """
 
 from __future__ import annotations
