@@ -119,3 +119,16 @@ def test_where_no_graph_tells_all_is_written(run: CheckedRun, monkeypatch: pytes
     managed = leave(run, weight)
     forward(x, weight)
     assert not managed.clean
+
+
+def test_what_was_compiled_before_the_run_gets_what_is_away(spill: SpillSpace) -> None:
+    """As one kernel, which may write all that it is given."""
+    torch._dynamo.reset()
+    scaled = torch.compile(lambda weight, x: (weight * x).sin())
+    weight, x = torch.rand(WIDTH, WIDTH), torch.rand(WIDTH)
+    expected = scaled(weight, x)
+    with checked_run(spill, 1 << 20) as run:
+        given = weight * 1
+        managed = leave(run, given, release=True)
+        assert torch.equal(scaled(given, x), expected)
+        assert managed.state != AWAY and not managed.clean

@@ -1,6 +1,6 @@
 """CUDA devices: what torch.accelerator has no words for.
 
-`make gpu` runs it on one. An H200 has, with torch 2.11; access errors need torch 2.13, and no GPU has run those.
+`make gpu` runs it on one. An H200 has, with torch 2.11. Access errors need torch 2.13: no GPU has run those.
 """
 
 from __future__ import annotations
