@@ -51,8 +51,8 @@ class Cuda(TorchDispatchMode):
         before, self.device = self.device, index
         return before
 
-    def current_stream(self, device: torch.device) -> int:
-        return self.streams[device.index]
+    def current_stream(self, index: int) -> int:
+        return self.streams[index]
 
     def set_stream(self, stream: int) -> None:
         self.device = stream // 10 - 1
@@ -72,11 +72,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.accelerator, "current_stream", runtime.current_stream)
-    monkeypatch.setattr(torch.accelerator, "set_stream", runtime.set_stream)
     for name, value in {
         "_accelerator_exchangeDevice": runtime.exchange_device,
         "_accelerator_maybeExchangeDevice": runtime.exchange_device,
+        "_accelerator_getStream": runtime.current_stream,
+        "_accelerator_setStream": runtime.set_stream,
         "_cuda_memoryStats": lambda device: {"num_ooms": runtime.refused},
     }.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
