@@ -38,7 +38,7 @@ def program(name: str, way: Way) -> Program:
 def test_some(configure: Configure, name: str, order: str, tier: str, way: Way, tmp_path: Path) -> None:
     report = check(configure, program(name, way), order, 1, tier, 0.3, "optimal", tmp_path)
     # CUDA's attention makes so little that the checkpointed one fits.
-    assert report.evicted_bytes + report.recomputed_bytes > 0 or DEVICE == "cuda"
+    assert report.evicted_bytes > 0 or DEVICE == "cuda"
 
 
 @pytest.mark.slow

@@ -97,6 +97,5 @@ def test_a_program_counts_where_it_pauses() -> None:
     found = list(kernel_times.times_s([(kernel_times.Launch(gap_s, 1e-3), kernel) for gap_s in gaps_s]))
     assert [took_s for took_s, _ in found] == pytest.approx([0.01] * 9)
     steps_s = sum(step_s for _, step_s in found)
-    assert steps_s == pytest.approx(
-        0.5 + 5 * 1e-3 + 5 * 0.01
-    )  # until it goes on, and from then on the device
+    # Until it goes on; from then on the device.
+    assert steps_s == pytest.approx(0.5 + 5 * 1e-3 + 5 * 0.01)

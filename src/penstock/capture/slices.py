@@ -18,6 +18,7 @@ from penstock.capture.operators import LIST_PREFIXES, base_name, describe
 # within these bounds, of all tensors of a slice together, those that it makes too.
 LEAST_BYTES = 1 << 20  # a kernel of fewer is too short
 SLICE_BYTES = 32 << 20
+_HOST = ("cpu", "meta")
 ACCELERATOR_SLICE_BYTES = 256 << 20  # there a launch takes the host as long as these bytes the device
 
 # Weights of so many bytes are divided, and what is as large as one of them: gradients, the optimizer's state.
@@ -105,7 +106,7 @@ def _bounds(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, int]
         sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for tensors in zip(*lists, strict=True)
     ]
-    is_host = lists[0][0].device.type in ("cpu", "meta")
+    is_host = lists[0][0].device.type in _HOST
     most = min(max(*sizes, LEAST_BYTES), SLICE_BYTES if is_host else ACCELERATOR_SLICE_BYTES)
     begin, total = 0, 0
     for index, size in enumerate(sizes):
@@ -120,7 +121,7 @@ def _alike(lists: Sequence[Sequence[torch.Tensor]]) -> bool:
     """Whether an accelerator takes the same kernels for each slice as for the whole: it takes others where
     types or devices differ within a list."""
     return all(
-        tensors[0].device.type in ("cpu", "meta")
+        tensors[0].device.type in _HOST
         or all(one.dtype == tensors[0].dtype and one.device == tensors[0].device for one in tensors)
         for tensors in lists
     )

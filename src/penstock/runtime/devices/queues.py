@@ -215,6 +215,7 @@ class StreamQueue(_Queue):
         super().__init__(name, marked)
         self._stream = stream
         self._last: tuple[Any, float] | None = None  # the event at a copy's end, and when that was
+        self._looked_at: list[Any] = []  # events, to be recycled
         self._link = link
         self._issue = issue
         self._recycle = recycle
@@ -264,22 +265,17 @@ class StreamQueue(_Queue):
         self._changed.notify()
 
     def _serve(self) -> None:
-        while (first := self._next()) is not None:
-            ended = [(first[0], self._outcome(*first))]
+        while (entry := self._next()) is not None:
+            copy, done, outcome = entry[0], entry[0].done, self._outcome(*entry)
             with self._changed:
-                # Together: each time this thread runs it takes the GIL from those that launch kernels.
-                while self._issued and (self._issued[0][1] or self._issued[0][0].over.query()):
-                    entry = self._issued.popleft()
-                    ended.append((entry[0], self._outcome(*entry)))
-                    del entry
-                self._stream_bytes -= sum(copy.size_bytes for copy, _ in ended)
+                self._stream_bytes -= copy.size_bytes
                 self._issue_some()
-            del first
-            for copy, _ in ended:
-                copy.storage = None  # `done` may free its memory
-            for copy, outcome in ended:
-                call_done(copy.done, *outcome)
-            del copy, outcome, ended
+            copy.storage = None  # `done` may free its memory
+            del copy, entry
+            call_done(done, *outcome)
+            while self._looked_at:  # not before: until `done` kernels may be told to wait for them
+                self._recycle(self._looked_at.pop())
+            del done, outcome
 
     def _next(self) -> tuple[Copy, Exception | None] | None:
         with self._changed:
@@ -301,11 +297,10 @@ class StreamQueue(_Queue):
             event, ended_s = self._last
             passed_s = event.elapsed_time(over) / 1e3
             ended_s = min(ended_s + passed_s, now_s) if passed_s < SAME_CLOCK_S else now_s
-            self._recycle(event)
+            self._looked_at.append(event)
         self._last = over, ended_s
-        began_s = ended_s - begun.elapsed_time(over) / 1e3
-        self._recycle(begun)
-        return began_s, ended_s
+        self._looked_at.append(begun)
+        return ended_s - begun.elapsed_time(over) / 1e3, ended_s
 
 
 def copy_error(error: Exception) -> PenstockError:
