@@ -1,10 +1,14 @@
-"""What the runtime costs the host for each kernel and each view, on an accelerator where nothing moves.
+"""What the runtime costs the host on an accelerator: a kernel and a view where nothing moves, and a copy.
 
     python benchmarks/host_cost.py [--rounds 15]
 
-The device is a stand-in whose streams do nothing, over tensors of one element in host memory: all that is
-timed is the host's work. Plain PyTorch, an empty dispatch mode and penstock take turns; medians over rounds,
-in microseconds above plain PyTorch. The empty mode is what torch itself takes to call any Python mode.
+The device is a stand-in whose kernels take no time, over small tensors in host memory: all that is timed is
+the host's work. Plain PyTorch, an empty dispatch mode and penstock take turns; medians over rounds, in
+microseconds above plain PyTorch. The empty mode is what torch itself takes to call any Python mode.
+
+For copies, one tensor leaves and one comes at each kernel. A copy is over COPY_S after the one before it on
+its stream, and who waits for that sleeps. What it costs is the difference to the same kernels with nothing
+moved, by the clock on the wall and in seconds of the processor.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,44 +32,70 @@ from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.driver import Memory
 from penstock.runtime.recording import Recording
-from penstock.runtime.schedule import unplanned
+from penstock.runtime.schedule import Action, Evict, Prefetch, Release, unplanned
+from penstock.runtime.storage_methods import resize
 from penstock.storage.spill import SpillSpace
 
 KERNELS = 2000  # a step
 BUDGET_BYTES = 1 << 30
+MOVED, AHEAD = 50, 10  # tensors, and so many kernels ahead of its own each is asked for
+COPY_S = 20e-6  # of 1 MiB over PCIe 5
 
 
-class _Idle:
-    """A stream, or an event."""
+class _Stream:
+    """busy_until_s   when the last copy is over"""
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
+    busy_until_s = 0.0
 
-    def elapsed_time(self, other: _Idle) -> float:
-        return 0.0
+    def wait_event(self, event: _Event) -> None:
+        self.busy_until_s = max(self.busy_until_s, event.at_s)
+
+    def synchronize(self) -> None:
+        if self.busy_until_s > time.perf_counter():
+            time.sleep(self.busy_until_s - time.perf_counter())
+
+
+class _Event:
+    at_s = 0.0
+
+    def record(self, stream: _Stream) -> None:
+        self.at_s = stream.busy_until_s
+
+    def query(self) -> bool:
+        return self.at_s <= time.perf_counter()
+
+    def synchronize(self) -> None:
+        if not self.query():
+            time.sleep(self.at_s - time.perf_counter())
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.at_s - self.at_s) * 1e3
 
 
 class IdleDriver:
-    """See penstock.runtime.devices.driver.Driver: copies and waits do nothing."""
+    """See penstock.runtime.devices.driver.Driver: copies take time, and do nothing."""
 
     device = torch.device("cpu")
     memory_manager = "idle"
     total_bytes = free_bytes = 1 << 40
 
     def __init__(self) -> None:
-        self.stream = _Idle()
+        self.stream = _Stream()
 
     def make_stream(self) -> Any:
-        return _Idle()
+        return _Stream()
 
     def make_event(self, timed: bool = False) -> Any:
-        return _Idle()
+        return _Event()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: _Stream) -> None:
+        stream.busy_until_s = max(stream.busy_until_s, time.perf_counter()) + COPY_S
 
     def current_stream(self) -> Any:
         return self.stream
 
     def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool:
-        storage.resize_(size_bytes)
+        resize(storage, size_bytes)
         return True
 
     def set_access_error(self, storage: torch.UntypedStorage, text: str | None) -> None:
@@ -146,6 +177,49 @@ def timed(work: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, y
     return (time.perf_counter() - begun_s) / KERNELS * 1e6
 
 
+def copies(rounds: int) -> str:
+    """What a copy costs, and how many there were: one that comes late may not be needed any more."""
+    took: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    moved = []
+    with tempfile.TemporaryDirectory() as place, torch.no_grad(), clock_of(Path(place)) as clock:
+        tensors, y = [torch.zeros(1024) for _ in range(MOVED)], torch.ones(1024)
+
+        def work() -> None:
+            for kernel in range(KERNELS):
+                tensors[kernel % MOVED].add_(y)
+
+        recording = Recording()
+        clock.begin_step([], recording)
+        work()
+        clock.end_step()
+        trace = make_trace(recording.kernels, recording.tensors, measured=True)
+        before: list[list[Action]] = [[] for _ in range(KERNELS)]
+        for kernel in range(1, KERNELS):
+            last, next_one = (int(trace.outputs[at % KERNELS][0]) for at in (kernel - 1, kernel + AHEAD))
+            before[kernel] += [Evict(last, "host"), Release(last), Prefetch(next_one, keeps_copy=False)]
+        begins_s = tuple(kernel * COPY_S for kernel in range(KERNELS))
+        planned = replace(unplanned(trace, before), begins_s=begins_s)
+        engine = clock._engine
+        for _ in range(rounds):
+            for moves in (True, False):
+                engine.begin_step()
+                clock.begin_step([planned if moves else unplanned(trace)], None)
+                begun = time.perf_counter(), time.process_time()
+                work()
+                ended = time.perf_counter(), time.process_time()
+                clock.end_step()
+                engine.drain()
+                took[moves].append((ended[0] - begun[0], ended[1] - begun[1]))
+                if moves:
+                    moved.append(len(engine.moved))
+    count = statistics.median(moved)
+    wall_us, processor_us = (
+        (statistics.median(row) - statistics.median(still)) / count * 1e6
+        for row, still in zip(zip(*took[True], strict=True), zip(*took[False], strict=True), strict=True)
+    )
+    return f"copies, {count} of {2 * KERNELS}: +{wall_us:.1f} us, of the processor +{processor_us:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -179,6 +253,7 @@ def main() -> None:
             if name != "plain"
         )
         print(f"{work.__name__}: plain {plain:.2f} us; {row}")
+    print(copies(rounds))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ MUTANTS = [
         "a copy leaves before kernels have made it",
         ACCELERATOR,
         "            ready = [self._events.record(stream) for stream in self._streams]\n            slot",
-        "            slot",
+        "            ready = []\n            slot",
     ),
     Mutant(
         "a copy to the host is issued before what it waits for",
@@ -111,8 +111,14 @@ MUTANTS = [
     Mutant(
         "the host takes a copy for complete when it is issued",
         QUEUES,
-        "            copy.over.synchronize()\n",
-        "",
+        "                copy.over.synchronize()\n",
+        "                return None, ()\n",
+    ),
+    Mutant(
+        "the host takes a copy for complete when it polls",
+        QUEUES,
+        "            elif not copy.over.query():\n                return None\n",
+        "            elif not copy.over.query():\n                return None, ()\n",
     ),
     Mutant(
         "an expanded tensor is used before it is expanded",

@@ -221,3 +221,19 @@ def test_random_numbers_do_not_depend_on_the_order(configure: Configure, order: 
         return [*x.tolist(), *torch.randn(5, device=DEVICE).tolist(), *torch.rand(5, device=DEVICE).tolist()]
 
     assert drawn(order) == drawn("eager")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA does not say")
+def test_an_event_is_not_recorded_while_a_thread_waits_for_it(configure: Configure) -> None:
+    """It would wait for something else then, or for ever."""
+    configure(order="lazy")
+    event, made = torch.Event(device=DEVICE), torch.ones(1024, 1024, device=DEVICE)
+    for _ in range(8):
+        made = made @ made
+    event.record()
+    waiting = threading.Thread(target=event.synchronize)
+    waiting.start()
+    with pytest.raises(RuntimeError, match="recorded again while a thread of the host waits"):
+        while waiting.is_alive():
+            event.record()
+    waiting.join()

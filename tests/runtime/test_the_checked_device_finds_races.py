@@ -178,6 +178,9 @@ class HeldEvent(CheckedEvent):
         super().__init__(driver)
         self.free = driver.free  # type: ignore[attr-defined]
 
+    def query(self) -> bool:
+        return self.free.is_set() and super().query()
+
     def synchronize(self) -> None:
         assert self.free.wait(30)
         super().synchronize()

@@ -131,8 +131,11 @@ class CheckedEvent:
             self._recorded_s = self._driver.device_s
 
     def query(self) -> bool:
-        with self._driver.lock:
-            return self.after is None or self.after[0].executed >= self.after[1]
+        with self._driver.at_random():
+            if self.after is not None and self.after[0].executed < self.after[1]:
+                return False
+            _join(self._driver.host, self.times)
+            return True
 
     def elapsed_time(self, later: CheckedEvent) -> float:
         return (later._recorded_s - self._recorded_s) * 1e3

@@ -234,6 +234,10 @@ class ScriptedDevice:
 
     # -- the end of copies -------------------------------------------------------------------------
 
+    def poll(self, waits: bool = False) -> None:
+        while self.pending and self.random.random() < self.at_once:
+            self.finish(self.random.choice(self.pending))
+
     def finish(self, copy: Pending, error: PenstockError | None = None) -> None:
         """The copy is over; on this thread."""
         self.pending.remove(copy)

@@ -429,6 +429,7 @@ class Clock(TorchDispatchMode):
         engine, schedule = self._engine, self._kernels.schedule
         with self._interrupts:
             self._device.stay_near(schedule.begins_s[kernel])
+            self._device.poll()
             for action in schedule.before[kernel]:
                 if type(action) is KeepRecipe:
                     self._kernels.notes = True

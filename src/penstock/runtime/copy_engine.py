@@ -654,6 +654,9 @@ class CopyEngine:
         """
         used_bytes = self._device.in_memory_bytes()
         if used_bytes + size_bytes > self.budget_bytes:
+            self._device.poll()
+            used_bytes = self._device.in_memory_bytes()
+        if used_bytes + size_bytes > self.budget_bytes:
             began_s = time.perf_counter()
             while True:
                 self.memory.reserved_bytes = used_bytes + size_bytes  # prefetches must not take what is freed
@@ -839,7 +842,8 @@ class CopyEngine:
         self.moved.extend(moved)
         self._completions += 1
         try:
-            self._pump(here=False)
+            if self._evictions or self.prefetches:
+                self._pump(here=False)
         except PenstockError as error:
             self._error = self._error or error
         finally:
@@ -854,6 +858,7 @@ class CopyEngine:
     def _wait_for_copy(self) -> None:
         before = self._completions
         deadline = time.monotonic() + self._timeout_s
+        self._device.poll(waits=True)
         while self._completions == before:
             if not (self._out_bytes or self._in_bytes):
                 self._pump()  # one that could not begin left others behind in the queue

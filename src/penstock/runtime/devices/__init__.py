@@ -239,6 +239,12 @@ class Device(Protocol):
         begins_s   of the step, when the kernel is to begin
         """
 
+    def poll(self, waits: bool = False) -> None:
+        """Report the copies that are over, on this thread, where others do not. With the engine's lock held.
+
+        waits   the program waits for one that is not
+        """
+
     def begin_kernel(self) -> None:
         """A kernel begins. In the arena it is told only where something was moved unasked."""
 

@@ -527,6 +527,9 @@ class AcceleratorDevice:
                 reached[-1].synchronize()
             self._events.free.extend(reached)
 
+    def poll(self, waits: bool = False) -> None:
+        self._copies.poll(waits)
+
     def begin_kernel(self) -> None:
         stream = self._driver.current_stream()
         if stream not in self._streams:

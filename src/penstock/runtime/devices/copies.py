@@ -94,6 +94,8 @@ class Copies:
         self.streams: list[Any] = [driver.current_stream()]
         self._driver, self._events, self._spill = driver, events, spill
         self._times = Events(driver, timed=True)  # at both ends of copies
+        # Into the device and out of it: what is copied, for as long as it takes to issue that.
+        self._contents = [torch.empty(0, dtype=torch.uint8, device=driver.device) for _ in range(2)]
         self.paths = Paths(spill, driver.device)
         self.slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
         self._to_host, self._from_host = (
@@ -218,6 +220,10 @@ class Copies:
             managed.waits = joinable is not None and joinable[0].add_wait(joinable[1], change)
             return managed.waits
 
+    def poll(self, waits: bool) -> None:
+        for each in (self._to_host, self._from_host):
+            each.poll(waits)
+
     def add_stream(self, stream: Any) -> None:
         """Kernels run on this stream, too: make it wait for the copies that the others wait for."""
         with self._lock:
@@ -236,13 +242,15 @@ class Copies:
 
     def _issue(self, out: bool, copy: Copy, stream: Any) -> tuple[Any, Any]:
         """Issue a copy between device and host. Returns the events at its begin and its end."""
-        content = as_bytes(copy.storage)
-        if copy.size_bytes < content.nbytes:
-            content = content[copy.begin : copy.begin + copy.size_bytes]
-        host = self.slab.tensor(copy.block, copy.size_bytes)
-        begun = self._times.record(stream)
-        self._driver.copy(*((host, content) if out else (content, host)), stream)
-        return begun, self._times.record(stream)
+        content = self._contents[out]
+        content.set_(copy.storage, copy.begin, (copy.size_bytes,), (1,))
+        try:
+            host = self.slab.tensor(copy.block, copy.size_bytes)
+            begun = self._times.record(stream)
+            self._driver.copy(*((host, content) if out else (content, host)), stream)
+            return begun, self._times.record(stream)
+        finally:
+            content.set_()  # else it kept the storage alive
 
     def _move_disk(
         self,

@@ -592,6 +592,9 @@ class CpuDevice:
     def stay_near(self, begins_s: float) -> None:
         pass  # kernels run as they are called
 
+    def poll(self, waits: bool = False) -> None:
+        pass  # threads report the ends of copies
+
     def begin_kernel(self) -> None:
         self.notice()
 

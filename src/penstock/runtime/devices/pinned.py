@@ -38,6 +38,8 @@ class PinnedSlab:
         self._lock = threading.Lock()
         self._page_unlock = page_unlock
         self.size_bytes = size_bytes
+        whole = view_at(self._buffer.address, size_bytes, writable=True)
+        self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
         self.is_pinned = page_lock(self._buffer.address, size_bytes)
         if not self.is_pinned:
             logger.warning(
@@ -66,7 +68,7 @@ class PinnedSlab:
 
     def tensor(self, block: Extent, size_bytes: int) -> torch.Tensor:
         """The first ``size_bytes`` of the block as bytes. The slab must outlive the tensor."""
-        return torch.frombuffer(view_at(self.address(block), size_bytes, writable=True), dtype=torch.uint8)
+        return self._bytes.narrow(0, block.offset, size_bytes)
 
     def close(self) -> None:
         if self.is_pinned:

@@ -7,6 +7,7 @@ import functools
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
+from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.extents import Extent
 
@@ -25,6 +27,13 @@ logger = logging.getLogger("penstock")
 # Most bytes issued to a stream and not copied yet: an urgent copy waits for them. They keep the link busy
 # while another thread holds the GIL, for 5 ms (sys.getswitchinterval).
 STREAM_BYTES = 128 << 20
+
+# The program polls for the ends of copies while it runs kernels: a thread that woke up at each would take the
+# GIL from it. Where it has not polled for so long, a thread waits for them.
+POLLED_WITHIN_S = 5e-3
+
+# So often that thread looks by itself whether copies were issued, before it waits to be told.
+NAPS = 20
 
 # Clocks of host and device drift apart: after so long the host's counts again.
 SAME_CLOCK_S = 1.0
@@ -45,12 +54,13 @@ class Copy:
     ready               events to wait for: of kernels that write the content, or used the target memory. They
                         can be reused once ``done`` is called
     begin, size_bytes   the part of the storage that is copied; by default all of it
+    at_once             a thread waits for its end, whether the program polls or not
     waits               it was not issued to a stream yet
     begun, over         events at its begin and its end, once it was
     """
 
     __slots__ = (
-        *("begin", "begun", "block", "done", "managed", "over"),
+        *("at_once", "begin", "begun", "block", "done", "managed", "over"),
         *("ready", "size_bytes", "storage", "waits"),
     )
 
@@ -62,8 +72,10 @@ class Copy:
         ready: list[Any],
         done: Done,
         begin: int = 0,
-        size_bytes: int | None = None,
+        size_bytes: int = 0,
+        at_once: bool = False,
     ) -> None:
+        self.at_once = at_once
         self.managed = managed
         self.storage: torch.UntypedStorage | None = storage
         self.block = block
@@ -73,7 +85,7 @@ class Copy:
         self.waits = True
         self.begun: Any = None
         self.over: Any = None
-        self.size_bytes = storage.nbytes() if size_bytes is None else size_bytes
+        self.size_bytes = size_bytes or held_bytes(storage)
 
     def wait(self) -> None:
         """Block the host until the copy may begin."""
@@ -100,7 +112,8 @@ class _Queue:
 
     def __init__(self, name: str, marked: Callable[[str], Marked]) -> None:
         self._marked = marked
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entering it takes less than entering the condition
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._waiting: list[tuple[int, int, Copy]] = []  # a heap
         self._count = itertools.count()
@@ -114,7 +127,7 @@ class _Queue:
         return self._marked(f"{self._thread.name}: {copy.text}")
 
     def put(self, copy: Copy, priority: int) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise PenstockError("the run is closed: no tensor can be moved any more")
             heapq.heappush(self._waiting, (priority, next(self._count), copy))
@@ -132,7 +145,7 @@ class _Queue:
 
     def close(self, timeout_s: float) -> None:
         """Serve what waits, then end the thread. Give up on a copy that hangs after ``timeout_s``."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout_s)
@@ -163,7 +176,7 @@ class CopyQueue(_Queue):
 
     def raise_priority(self, managed: ManagedStorage, priority: int) -> None:
         """Raise the priority of the storage's waiting copy, if there is one."""
-        with self._changed:
+        with self._lock:
             for index, (before, count, copy) in enumerate(self._waiting):
                 if copy.managed is managed and priority < before:
                     self._waiting[index] = (priority, count, copy)
@@ -185,16 +198,17 @@ class CopyQueue(_Queue):
             del copy, entry, over, refused
 
     def _next(self) -> tuple[int, int, Copy] | None:
-        with self._changed:
+        with self._lock:
             if not self._wait_for(self._waiting):
                 return None
         self._wait_for_room()
-        with self._changed:  # nobody else takes any
+        with self._lock:  # nobody else takes any
             return heapq.heappop(self._waiting)
 
 
 class StreamQueue(_Queue):
-    """Issues the copies of one direction to a stream, the most urgent first; a thread waits for their ends.
+    """Issues the copies of one direction to a stream, the most urgent first, and reports their ends, in
+    order: on the thread that polls, or on one of its own.
 
     The stream always holds up to STREAM_BYTES, to go on without the host. Copies that wait here can still be
     overtaken by a more urgent one.
@@ -221,6 +235,10 @@ class StreamQueue(_Queue):
         self._recycle = recycle
         self._issued: deque[tuple[Copy, Exception | None]] = deque()  # and the error of one that failed
         self._stream_bytes = 0  # issued, and not copied yet
+        self._at_once = 0  # copies of these
+        self._reporting = threading.Lock()
+        self._polled_s = -math.inf  # when the program last did
+        self._sleeps = False  # the thread, until it is notified
         self._thread.start()
 
     def _on_put(self) -> None:
@@ -228,15 +246,31 @@ class StreamQueue(_Queue):
 
     def issue_now(self, copy: Copy) -> Any:
         """Issue the copy now, if it waits. Returns the event at its end; None where it failed."""
-        with self._changed:
+        with self._lock:
             if copy.waits:
                 self._issue_copy(copy)
             return copy.over
 
+    def poll(self, waits: bool = False) -> None:
+        """Report the copies that are over.
+
+        waits   the program waits for one that is not: the thread does, until the next call
+        """
+        if self._issued and self._reporting.acquire(blocking=False):  # else somebody is at it
+            try:
+                self._report()
+            finally:
+                self._reporting.release()
+        self._polled_s = time.perf_counter()
+        if waits:
+            with self._lock:
+                self._polled_s = -math.inf
+                self._changed.notify()
+
     def add_wait(self, copy: Copy, make_event: Callable[[], Any]) -> bool:
         """Make the copy wait for the event that ``make_event`` returns. False: it returns None, or the copy
         was issued already."""
-        with self._changed:
+        with self._lock:
             event = make_event() if copy.waits else None
             if event is not None:
                 copy.ready.append(event)
@@ -262,33 +296,62 @@ class StreamQueue(_Queue):
             refused = error
         self._stream_bytes += copy.size_bytes
         self._issued.append((copy, refused))
-        self._changed.notify()
+        self._at_once += copy.at_once
+        if self._sleeps or copy.at_once:
+            self._changed.notify()
 
     def _serve(self) -> None:
-        while (entry := self._next()) is not None:
-            copy, done, outcome = entry[0], entry[0].done, self._outcome(*entry)
-            with self._changed:
+        while self._has_turn():
+            # Nobody else reports meanwhile, and has the event used again that is waited for.
+            with self._reporting:
+                self._report(waits=True)
+
+    def _has_turn(self) -> bool:
+        """Block until it is this thread that is to wait for a copy. False: the queue is closed."""
+        naps = 0
+        with self._lock:
+            while True:
+                left_s = self._polled_s + POLLED_WITHIN_S - time.perf_counter()
+                if self._issued and (left_s <= 0 or self._at_once or self._closed):
+                    return True
+                if self._closed:
+                    return False
+                naps = 0 if self._issued else naps + 1
+                self._sleeps = naps > NAPS
+                self._changed.wait(None if self._sleeps else max(left_s, POLLED_WITHIN_S / 2))
+                self._sleeps = False
+
+    def _report(self, waits: bool = False) -> None:
+        """Report the copies that are over, in order, and before it wait for one where it ``waits``.
+        `_reporting` is held."""
+        while self._issued and (outcome := self._outcome(*self._issued[0], waits)) is not None:
+            waits = False
+            copy = self._issued[0][0]
+            with self._lock:
+                self._issued.popleft()
+                self._at_once -= copy.at_once
                 self._stream_bytes -= copy.size_bytes
                 self._issue_some()
             copy.storage = None  # `done` may free its memory
-            del copy, entry
+            done = copy.done
+            del copy
             call_done(done, *outcome)
+            del done
             while self._looked_at:  # not before: until `done` kernels may be told to wait for them
                 self._recycle(self._looked_at.pop())
-            del done, outcome
 
-    def _next(self) -> tuple[Copy, Exception | None] | None:
-        with self._changed:
-            return self._issued.popleft() if self._wait_for(self._issued) else None
-
-    def _outcome(self, copy: Copy, refused: Exception | None) -> Outcome:
+    def _outcome(self, copy: Copy, refused: Exception | None, waits: bool) -> Outcome | None:
+        """None: it is not over yet."""
         try:
             if refused is not None:
                 raise refused
-            copy.over.synchronize()
-            return None, [copy.moved(self._link, *self._times_s(copy.begun, copy.over))]
+            if waits:
+                copy.over.synchronize()
+            elif not copy.over.query():
+                return None
+            return None, (copy.moved(self._link, *self._times_s(copy.begun, copy.over)),)
         except Exception as error:
-            return copy_error(error), []
+            return copy_error(error), ()
 
     def _times_s(self, begun: Any, over: Any) -> tuple[float, float]:
         """When the stream began and ended the copy, by its own clock: the host may look long after."""

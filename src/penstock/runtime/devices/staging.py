@@ -132,7 +132,16 @@ class Staging:
         copy = chunk.staged.copy
         assert copy.storage is not None
         self._bus.put(
-            Copy(copy.managed, copy.storage, chunk.buffer, copy.ready, over, chunk.begin, chunk.size_bytes),
+            Copy(
+                copy.managed,
+                copy.storage,
+                chunk.buffer,
+                copy.ready,
+                over,
+                chunk.begin,
+                chunk.size_bytes,
+                True,
+            ),
             chunk.staged.priority,
         )
 

@@ -61,6 +61,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = new Event;
+    TORCH_CHECK(!mark_of(*event) || !mark_of(*event)->waiting,
+                "emu: an event is recorded again while a thread of the host waits for it");
     mark_of(*event) = emu::record(id_of(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {

@@ -232,8 +232,10 @@ void await(const MarkPtr& mark) {
   if (mark->reached || s.halted) return;
   start(s);
   s.awaited.push_back(mark);
+  mark->waiting++;
   s.to_do.notify_one();
   s.done.wait(lock, [&] { return mark->reached || s.halted; });
+  mark->waiting--;
   s.awaited.erase(std::find(s.awaited.begin(), s.awaited.end(), mark));
 }
 
@@ -315,7 +317,7 @@ bool query(const MarkPtr& mark) {
   return true;
 }
 
-void synchronize(const MarkPtr& mark) {
+void synchronize(MarkPtr mark) {
   if (!mark) return;
   refuse_if_forked();
   begin_host_wait(mark->moment);

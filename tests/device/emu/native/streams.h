@@ -27,6 +27,7 @@ struct Mark {
   const int stream;
   Moment moment;  // in virtual time
   std::atomic<bool> reached{false};
+  std::atomic<int> waiting{0};  // threads of the host
   std::atomic<double> time_ms{0};
 };
 using MarkPtr = std::shared_ptr<Mark>;
@@ -48,7 +49,7 @@ bool query(const MarkPtr& mark);
 bool is_over(const MarkPtr& mark);  // to this thread, which does not wait
 
 // For these the host waits.
-void synchronize(const MarkPtr& mark);
+void synchronize(MarkPtr mark);
 void synchronize_stream(int stream);
 void synchronize_device();
 
