@@ -1,4 +1,5 @@
-"""A stream gets so many bytes of copies at a time, and what is needed now before what can wait."""
+"""A stream gets so many bytes of copies at a time, and what is needed now before what can wait. Who polls
+reports their ends, or a thread where nobody does."""
 
 from __future__ import annotations
 
@@ -40,9 +41,13 @@ class _Event:
 
 
 class _Copies:
-    """issued   sizes, as the stream got them; over   sizes and errors, as they ended"""
+    """issued      sizes, as the stream got them
+    over        sizes and errors, as they ended
+    reporters   threads that said so
+    """
 
     def __init__(self) -> None:
+        self.reporters: list[int] = []
         self.issued: queue.Queue[tuple[int, _Event]] = queue.Queue()
         self.over: queue.Queue[tuple[int, PenstockError | None]] = queue.Queue()
         self.waited: list[_Event] = []
@@ -62,13 +67,18 @@ class _Copies:
         self.issued.put((copy.size_bytes, event := _Event()))
         return _Event(), event
 
-    def put(self, size_bytes: int, priority: int = PREFETCH) -> Copy:
+    def put(self, size_bytes: int, priority: int = PREFETCH, at_once: bool = False) -> Copy:
+        def done(error: PenstockError | None, moved: Any) -> None:
+            self.reporters.append(threading.get_ident())
+            self.over.put((size_bytes, error))
+
         copy = Copy(
             SimpleNamespace(index=-1, kind=-1),  # type: ignore[arg-type]
             torch.UntypedStorage(size_bytes),
             Extent(0, size_bytes),
             [],
-            lambda error, moved: self.over.put((size_bytes, error)),
+            done,
+            at_once=at_once,
         )
         self.queue.put(copy, priority)
         return copy
@@ -137,3 +147,51 @@ def test_what_waits_is_seen_to_before_the_thread_ends(copies: _Copies) -> None:
     assert not closing.is_alive()
     with pytest.raises(PenstockError, match="the run is closed"):
         copies.put(1)
+
+
+@pytest.fixture
+def polled(copies: _Copies, monkeypatch: pytest.MonkeyPatch) -> _Copies:
+    """The program polls, as often as it takes for the thread to stay away."""
+    monkeypatch.setattr(queues, "POLLED_WITHIN_S", 1000.0)
+    copies.queue.poll()
+    return copies
+
+
+def test_who_polls_reports_what_is_over(polled: _Copies) -> None:
+    polled.put(6)
+    polled.put(7)
+    assert not polled.queue.poll()
+    for size_bytes in (6, 7):
+        _, event = polled.issued.get(timeout=WAIT_S)
+        event.reached.set()
+        assert polled.queue.poll() and polled.over.get_nowait() == (size_bytes, None)
+    assert set(polled.reporters) == {threading.get_ident()}
+
+
+def test_the_thread_reports_where_the_program_waits(polled: _Copies) -> None:
+    polled.put(6)
+    polled.queue.wait_on_thread()
+    polled.next_ends()
+    polled.put(7)  # it still waits
+    polled.next_ends()
+    assert threading.get_ident() not in polled.reporters
+
+
+def test_the_thread_reports_where_the_program_polls_no_more(
+    polled: _Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polled.put(6)
+    monkeypatch.setattr(queues, "POLLED_WITHIN_S", 0.01)
+    polled.put(8, at_once=True)  # so that it looks
+    assert [polled.next_ends() for _ in range(2)] == [6, 8]
+    polled.put(7)
+    polled.next_ends()
+    assert threading.get_ident() not in polled.reporters
+
+
+def test_the_thread_reports_what_another_thread_waits_for(polled: _Copies) -> None:
+    """Also where the stream is full."""
+    polled.put(6)
+    polled.put(8, at_once=True)
+    assert [polled.next_ends() for _ in range(2)] == [6, 8]
+    assert threading.get_ident() not in polled.reporters

@@ -216,6 +216,7 @@ class Clock(TorchDispatchMode):
             if self.rests:
                 self.__enter__()
             self._phases.exit()
+            self._device.poll()
             self.storages.remove_dead()
             self._release_done([])
             self.recomputation.end_step()

@@ -697,6 +697,7 @@ class CopyEngine:
 
     def free(self, size_bytes: int) -> bool:
         """Let so many bytes leave, and wait until they have. False: nothing more could."""
+        self._device.poll()
         before = self._device.in_memory_bytes()
         while (left_bytes := before - self._device.in_memory_bytes()) < size_bytes:
             if self._freeing_bytes < size_bytes - left_bytes:
@@ -747,6 +748,7 @@ class CopyEngine:
                 if managed.state == RESIDENT and managed.clean:
                     self._release(managed)
         if self.prefetches:
+            self._device.poll()
             self._pump()
 
     # -- the queues ----------------------------------------------------------------------------

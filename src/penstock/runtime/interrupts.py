@@ -14,6 +14,24 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
+class _NotInterrupted:
+    """A reentrant context manager of the main thread, inside which no `Interrupts` delivers an interrupt, nor
+    a second one. For what does not wait, and is lost where it ends half done."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            self.depth -= 1
+
+
+NOT_INTERRUPTED = _NotInterrupted()
+
+
 class Interrupts:
     """A handler of SIGINT, and a reentrant context manager inside which it defers interrupts.
 
@@ -40,7 +58,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._depth and not self._pending:
+        if NOT_INTERRUPTED.depth or (self._depth and not self._pending):
             self._pending = True
         else:
             self._deliver(frame)

@@ -523,12 +523,18 @@ class AcceleratorDevice:
             reached.append(self._marks.popleft()[1])
         if reached:
             assert self.engine is not None
+            if self._copies.has_backlog:
+                self._copies.wait_on_threads()
             with self.engine.unlocked():
                 reached[-1].synchronize()
             self._events.free.extend(reached)
 
     def poll(self, waits: bool = False) -> None:
-        self._copies.poll(waits)
+        if self._copies.poll():
+            assert self.storages is not None
+            self.storages.remove_dead()  # a copy that is over may have been the last to hold one
+        elif waits:
+            self._copies.wait_on_threads()
 
     def begin_kernel(self) -> None:
         stream = self._driver.current_stream()

@@ -106,6 +106,7 @@ class Compaction:
         """
         if self._clearing:  # what comes back meanwhile must not take the place
             return False
+        self._copies.poll()
         needed_bytes = sum(sizes)
         leaves = Leaves.leaving if may_leave else Leaves.nothing
         attempts = 0

@@ -95,7 +95,8 @@ class Copies:
         self._driver, self._events, self._spill = driver, events, spill
         self._times = Events(driver, timed=True)  # at both ends of copies
         # Into the device and out of it: what is copied, for as long as it takes to issue that.
-        self._contents = [torch.empty(0, dtype=torch.uint8, device=driver.device) for _ in range(2)]
+        with torch.inference_mode(False):  # they are used outside of it, too
+            self._contents = [torch.empty(0, dtype=torch.uint8, device=driver.device) for _ in range(2)]
         self.paths = Paths(spill, driver.device)
         self.slab = PinnedSlab(host_bytes, driver.page_lock, driver.page_unlock)
         self._to_host, self._from_host = (
@@ -220,9 +221,18 @@ class Copies:
             managed.waits = joinable is not None and joinable[0].add_wait(joinable[1], change)
             return managed.waits
 
-    def poll(self, waits: bool) -> None:
-        for each in (self._to_host, self._from_host):
-            each.poll(waits)
+    @property
+    def has_backlog(self) -> bool:
+        return self._to_host.has_backlog or self._from_host.has_backlog
+
+    def poll(self) -> bool:
+        """See StreamQueue: of both directions."""
+        left, came = self._to_host.poll(), self._from_host.poll()
+        return left or came
+
+    def wait_on_threads(self) -> None:
+        self._to_host.wait_on_thread()
+        self._from_host.wait_on_thread()
 
     def add_stream(self, stream: Any) -> None:
         """Kernels run on this stream, too: make it wait for the copies that the others wait for."""

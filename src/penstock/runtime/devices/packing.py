@@ -153,6 +153,7 @@ class Packing:
         def admits(size_bytes: int) -> bool:
             nonlocal admitted_bytes
             with engine.lock:
+                self._device.poll()
                 if engine.fits(size_bytes):
                     admitted_bytes = size_bytes
                     memory.known_bytes += size_bytes

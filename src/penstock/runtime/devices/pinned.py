@@ -39,7 +39,8 @@ class PinnedSlab:
         self._page_unlock = page_unlock
         self.size_bytes = size_bytes
         whole = view_at(self._buffer.address, size_bytes, writable=True)
-        self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
+        with torch.inference_mode(False):  # it is used outside of it, too
+            self._bytes = torch.frombuffer(whole, dtype=torch.uint8)
         self.is_pinned = page_lock(self._buffer.address, size_bytes)
         if not self.is_pinned:
             logger.warning(

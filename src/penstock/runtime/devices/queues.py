@@ -18,6 +18,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
+from penstock.runtime.interrupts import NOT_INTERRUPTED
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.extents import Extent
@@ -131,10 +132,10 @@ class _Queue:
             if self._closed:
                 raise PenstockError("the run is closed: no tensor can be moved any more")
             heapq.heappush(self._waiting, (priority, next(self._count), copy))
-            self._on_put()
+            self._on_put(copy)
 
-    def _on_put(self) -> None:
-        """A copy was added. The lock is held."""
+    def _on_put(self, copy: Copy) -> None:
+        """It was added. The lock is held."""
         raise NotImplementedError
 
     def _wait_for(self, waiting: Sized) -> bool:
@@ -171,7 +172,7 @@ class CopyQueue(_Queue):
         self._wait_for_room = wait_for_room
         self._thread.start()
 
-    def _on_put(self) -> None:
+    def _on_put(self, copy: Copy) -> None:
         self._changed.notify()
 
     def raise_priority(self, managed: ManagedStorage, priority: int) -> None:
@@ -235,14 +236,17 @@ class StreamQueue(_Queue):
         self._recycle = recycle
         self._issued: deque[tuple[Copy, Exception | None]] = deque()  # and the error of one that failed
         self._stream_bytes = 0  # issued, and not copied yet
-        self._at_once = 0  # copies of these
+        self._at_once = 0  # copies of these, waiting and issued
         self._reporting = threading.Lock()
         self._polled_s = -math.inf  # when the program last did
         self._sleeps = False  # the thread, until it is notified
         self._thread.start()
 
-    def _on_put(self) -> None:
+    def _on_put(self, copy: Copy) -> None:
+        self._at_once += copy.at_once
         self._issue_some()
+        if copy.at_once:
+            self._changed.notify()
 
     def issue_now(self, copy: Copy) -> Any:
         """Issue the copy now, if it waits. Returns the event at its end; None where it failed."""
@@ -251,21 +255,29 @@ class StreamQueue(_Queue):
                 self._issue_copy(copy)
             return copy.over
 
-    def poll(self, waits: bool = False) -> None:
-        """Report the copies that are over.
+    @property
+    def has_backlog(self) -> bool:
+        """Copies wait until others are over, and that is reported."""
+        return len(self._waiting) > 0
 
-        waits   the program waits for one that is not: the thread does, until the next call
-        """
-        if self._issued and self._reporting.acquire(blocking=False):  # else somebody is at it
+    def poll(self) -> bool:
+        """Report the copies that are over. False: there were none. Another thread may be at it."""
+        self._polled_s = time.perf_counter()
+        if not self._issued:
+            return False
+        with NOT_INTERRUPTED:
+            if not self._reporting.acquire(blocking=False):
+                return False
             try:
-                self._report()
+                return self._report()
             finally:
                 self._reporting.release()
-        self._polled_s = time.perf_counter()
-        if waits:
-            with self._lock:
-                self._polled_s = -math.inf
-                self._changed.notify()
+
+    def wait_on_thread(self) -> None:
+        """Nobody polls for now: let the thread wait for the copies, until the next poll."""
+        with self._lock:
+            self._polled_s = -math.inf
+            self._changed.notify()
 
     def add_wait(self, copy: Copy, make_event: Callable[[], Any]) -> bool:
         """Make the copy wait for the event that ``make_event`` returns. False: it returns None, or the copy
@@ -296,8 +308,7 @@ class StreamQueue(_Queue):
             refused = error
         self._stream_bytes += copy.size_bytes
         self._issued.append((copy, refused))
-        self._at_once += copy.at_once
-        if self._sleeps or copy.at_once:
+        if self._sleeps:
             self._changed.notify()
 
     def _serve(self) -> None:
@@ -317,15 +328,16 @@ class StreamQueue(_Queue):
                 if self._closed:
                     return False
                 naps = 0 if self._issued else naps + 1
-                self._sleeps = naps > NAPS
+                self._sleeps = naps > NAPS or left_s <= 0
                 self._changed.wait(None if self._sleeps else max(left_s, POLLED_WITHIN_S / 2))
                 self._sleeps = False
 
-    def _report(self, waits: bool = False) -> None:
-        """Report the copies that are over, in order, and before it wait for one where it ``waits``.
-        `_reporting` is held."""
+    def _report(self, waits: bool = False) -> bool:
+        """Report the copies that are over, in order, and before it wait for one where it ``waits``. Whether
+        there were any. `_reporting` is held."""
+        reported = False
         while self._issued and (outcome := self._outcome(*self._issued[0], waits)) is not None:
-            waits = False
+            reported, waits = True, False
             copy = self._issued[0][0]
             with self._lock:
                 self._issued.popleft()
@@ -339,6 +351,7 @@ class StreamQueue(_Queue):
             del done
             while self._looked_at:  # not before: until `done` kernels may be told to wait for them
                 self._recycle(self._looked_at.pop())
+        return reported
 
     def _outcome(self, copy: Copy, refused: Exception | None, waits: bool) -> Outcome | None:
         """None: it is not over yet."""
