@@ -159,7 +159,7 @@ def test_what_a_kernel_uses_keeps_its_bits_where_it_is_in_the_way(
     rearranged: list[bool] = []
 
     def refused(device: AcceleratorDevice, sizes: list[int]) -> None:
-        if device._compaction.is_open and device._opened_in != device._steps:
+        if device._compaction.is_open and not device._opened_for:
             assert device.make_room(max(sizes))
             device._next_opening = 0  # where it could not be opened again at once
         make_holes(device, sizes)

@@ -140,7 +140,9 @@ class AcceleratorDevice:
         self._packing = Packing(self, driver, self._events)
         self._compaction = Compaction(driver, self._events, self._copies, self.memory)
         self._next_opening = 0  # the step from which on the segment may be opened
-        self._opened_in = self._rearranged_in = 0  # for a kernel: the step in which it was last
+        # In this step: for which kernels, by what they use and ask for.
+        self._opened_for: set[tuple[int, ...]] = set()
+        self._rearranged_for: set[tuple[int, ...]] = set()
         self._steps = 0
         self._marks: deque[tuple[float, Any]] = deque()  # events on the way: after so much of _elapsed_s
         self._begins_s = self._elapsed_s = 0.0  # of the last kernel: in its step, and in all
@@ -330,7 +332,7 @@ class AcceleratorDevice:
 
     def make_room(self, size_bytes: int) -> bool:
         """Nothing more can leave, and the allocator still refuses: memory is in pieces. Have it in one by
-        whatever moves what the kernel uses. False: that has been tried in this step."""
+        whatever moves what the kernel uses. False: that has been tried for this kernel."""
         assert self.engine is not None and self.storages is not None
         used = [one for one in self.storages.all() if one.in_kernel and one.state == RESIDENT]
         for managed in used:
@@ -345,15 +347,16 @@ class AcceleratorDevice:
         return True
 
     def _arrange(self, used: Sequence[ManagedStorage], size_bytes: int) -> bool:
-        """Each way once a step, but the last, which ends what it can end. For small tensors, of which the one
-        segment has none, that is all that helps: it takes what they need."""
+        """Each way once a kernel in a step, but the last, which ends what it can end. For small tensors, of
+        which the one segment has none, that is all that helps: it takes what they need."""
         is_large = size_bytes > LARGEST_SMALL_BYTES
-        if is_large and self._compaction.is_open and self._rearranged_in != self._steps:
-            self._rearranged_in = self._steps
+        kernel = (size_bytes, *(managed.key for managed in used))
+        if is_large and self._compaction.is_open and kernel not in self._rearranged_for:
+            self._rearranged_for.add(kernel)
             if self._rearrange(used, size_bytes):
                 return True
-        if is_large and self._has_one_stream and self._opened_in != self._steps:
-            self._opened_in = self._steps
+        if is_large and self._has_one_stream and kernel not in self._opened_for:
+            self._opened_for.add(kernel)
             self._have_one_segment()
             return True
         if self._compaction.is_open:
@@ -586,6 +589,8 @@ class AcceleratorDevice:
 
     def begin_step(self) -> None:
         self._steps += 1
+        self._opened_for.clear()
+        self._rearranged_for.clear()
         if self._packing.is_used and self._compaction.is_open:  # on a stream of its own
             self._empty_segments()
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
