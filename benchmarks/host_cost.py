@@ -91,6 +91,9 @@ class IdleDriver:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: _Stream) -> None:
         stream.busy_until_s = max(stream.busy_until_s, time.perf_counter()) + COPY_S
 
+    def use_device(self) -> None:
+        pass
+
     def current_stream(self) -> Any:
         return self.stream
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.runtime.devices import cuda as cuda_driver
 from penstock.runtime.devices.cuda import CudaDriver
 from penstock.runtime.devices.pinned import PinnedSlab
 
@@ -117,3 +118,20 @@ def test_a_convolution_whose_workspace_is_refused_lacks_memory(cuda: Cuda) -> No
     cuda.refused += 1
     assert driver.is_out_of_memory(error)
     assert not driver.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_memory_that_is_refused_where_nvml_may_not_be_asked(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a part of a GPU: torch fails while it composes the error."""
+    driver = CudaDriver(torch.device("cpu", 0))
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(cuda_driver, "resize", refuse)
+    text = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "c10/cuda/CUDACachingAllocator.cpp":1131'
+    assert not driver.resize(torch.UntypedStorage(0), 8, 25)
+    text = "an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal"):
+        driver.resize(torch.UntypedStorage(0), 8, 25)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.output_code  # which looks for triton: before that is a stand-in
 
+from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.storages import AWAY
 from penstock.storage.spill import SpillSpace
 from tests.support.checked import CheckedRun, checked_run
@@ -31,7 +33,10 @@ def clear(tensor: torch.Tensor) -> None:
 
 
 class JITFunction:
+    stream: Any = None  # that it is launched to
+
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        self.stream.synchronize()  # carried out after what that has
         clear(kwargs.get("output", args[0] if args else None))
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -69,6 +74,7 @@ def check(spill: SpillSpace, write: Callable[[torch.Tensor], None], away: bool) 
     with checked_run(spill, 1 << 20) as run:
         tensor = torch.arange(float(NUMBERS)).mul_(2)
         leave(run, tensor, release=away)
+        JITFunction.stream = run.driver.current_stream()
         write(tensor)
         leave(run, tensor, release=True)
         assert not tensor.add(0).any()
@@ -81,7 +87,11 @@ def test_by_an_operator(spill: SpillSpace, operator: Callable[[torch.Tensor], No
 
 @pytest.mark.parametrize("away", [False, True], ids=["clean", "away"])
 @pytest.mark.parametrize("named", [False, True], ids=["", "by name"])
-def test_by_a_kernel_of_triton(spill: SpillSpace, kernel: JITFunction, away: bool, named: bool) -> None:
+def test_by_a_kernel_of_triton(
+    spill: SpillSpace, kernel: JITFunction, away: bool, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = JITFunction.run
+    # It is launched behind what comes: the host need not wait.
+    monkeypatch.setattr(AcceleratorDevice, "synchronize", lambda device: pytest.fail("the host waits"))
     check(spill, lambda tensor: kernel[1,](output=tensor) if named else kernel[1,](tensor), away)
     assert JITFunction.run is own

@@ -372,9 +372,15 @@ class CheckedDriver:
 
     # -- randomness --------------------------------------------------------------------------------
 
+    def use_device(self) -> None:
+        self._local.uses_device = True
+
     @contextlib.contextmanager
     def at_random(self) -> Iterator[None]:
         """With the lock held, after some copies were carried out that may be."""
+        name = threading.current_thread().name
+        if name.startswith(("penstock", "Dummy")) and not getattr(self._local, "uses_device", False):
+            self._violate(f"{name} has another device as its current one")
         with self.lock:
             if self.random.random() < self.lag:
                 stream = self.random.choice(self._streams)

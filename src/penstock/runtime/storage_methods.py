@@ -60,12 +60,17 @@ class StorageAccess:
 
     @contextlib.contextmanager
     def present(
-        self, storages: Iterable[Storage], written: Sequence[Storage] = (), stays: bool = False
+        self,
+        storages: Iterable[Storage],
+        written: Sequence[Storage] = (),
+        stays: bool = False,
+        launched: bool = False,
     ) -> Iterator[None]:
         """The bytes of these are on the device meanwhile.
 
-        written   of them, what is written to
-        stays     they do not leave any more
+        written    of them, what is written to
+        stays      they do not leave any more
+        launched   by work for this thread's stream, which waits for what comes
         """
         used: list[ManagedStorage] = []
         with self._interrupts:
@@ -83,7 +88,8 @@ class StorageAccess:
                     self._end_kernel()
                     raise
             try:
-                self._device.synchronize()  # kernels wait for what comes, and this may be none
+                if not launched:
+                    self._device.synchronize()
                 yield
             finally:
                 with self._engine.lock:

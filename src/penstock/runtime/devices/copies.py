@@ -106,19 +106,19 @@ class Copies:
                 driver.make_stream(),
                 functools.partial(self._issue, name == "out"),
                 self._times.free.append,
-                driver.marked,
+                driver,
             )
             for name, link in (("out", "device_to_host"), ("in", "host_to_device"))
         )
         self._staged_out, self._staged_in = (
-            Staging(out, spill, self.slab, bus, chunk_bytes, chunks)
+            Staging(out, spill, self.slab, bus, chunk_bytes, chunks, self._on_disk_thread)
             for out, bus in ((True, self._to_host), (False, self._from_host))
         )
         self._to_disk, self._from_disk = (
             CopyQueue(
                 f"penstock-disk-{name}",
                 functools.partial(self._move_disk, move, staged),
-                driver.marked,
+                driver,
                 staged.wait_for_room,
             )
             for name, move, staged in (
@@ -129,6 +129,7 @@ class Copies:
         # By key: the copy of it as it is to or from the host, which kernels may wait for.
         self._joinable: dict[int, tuple[StreamQueue, Copy]] = {}
         self._joined: set[Any] = set()  # events of those that they wait for
+        self._programs: set[int] = set()  # threads that have polled
         self._lock = threading.Lock()  # both, and how many copies use a block of the slab
 
     def reserve(self, size_bytes: int, tier: str) -> Slot:
@@ -227,12 +228,18 @@ class Copies:
 
     def poll(self) -> bool:
         """See StreamQueue: of both directions."""
+        self._programs.add(threading.get_ident())
         left, came = self._to_host.poll(), self._from_host.poll()
         return left or came
 
     def wait_on_threads(self) -> None:
         self._to_host.wait_on_thread()
         self._from_host.wait_on_thread()
+
+    def _on_disk_thread(self) -> None:
+        """What follows a transfer to or from the disk runs on this thread."""
+        if threading.get_ident() not in self._programs:  # one that failed at once may be over on these
+            self._driver.use_device()
 
     def add_stream(self, stream: Any) -> None:
         """Kernels run on this stream, too: make it wait for the copies that the others wait for."""

@@ -65,6 +65,9 @@ class TorchDriver:
     def make_event(self, timed: bool = False) -> Any:
         return torch.Event(self.device, enable_timing=timed)
 
+    def use_device(self) -> None:
+        torch._C._accelerator_setDeviceIndex(self.device.index)
+
     def _on(self, stream: Any, do: Callable[..., Any], *args: Any) -> Any:
         """Call it with the stream as the current one. torch's own contexts take ten times as long."""
         index = self.device.index
@@ -89,9 +92,15 @@ class TorchDriver:
         def made() -> torch.UntypedStorage:
             return torch.UntypedStorage(size_bytes, device=self.device)
 
+        return self._if_there_is_memory(stream, made)  # type: ignore[no-any-return]
+
+    def _if_there_is_memory(self, stream: Any, do: Callable[..., Any], *args: Any) -> Any:
+        """As `_on`; None where the allocator refuses."""
         try:
-            return self._on(stream, made)  # type: ignore[no-any-return]
-        except torch.OutOfMemoryError:
+            return self._on(stream, do, *args)
+        except RuntimeError as error:
+            if not self.is_out_of_memory(error):
+                raise
             return None
 
     def reserve(self, size_bytes: int, stream: Any) -> int | None:
@@ -106,10 +115,10 @@ class TorchDriver:
         admits: Callable[[int], bool],
         stream: Any,
     ) -> torch.Tensor | None:
-        try:
-            return self._on(stream, packing.pack, content, codec, itemsize, admits)  # type: ignore[no-any-return]
-        except torch.OutOfMemoryError:
-            return None
+        packed: torch.Tensor | None = self._if_there_is_memory(
+            stream, packing.pack, content, codec, itemsize, admits
+        )
+        return packed
 
     def unpack(
         self, packed: torch.Tensor, content: torch.Tensor, codec: str, itemsize: int, stream: Any
@@ -117,7 +126,10 @@ class TorchDriver:
         def expand() -> bool:
             try:
                 return packing.unpack(packed, content, codec, itemsize)
-            except torch.OutOfMemoryError:  # it takes some beside, which the host has
+            except RuntimeError as error:
+                if not self.is_out_of_memory(error):
+                    raise
+                # It takes some beside, which the host has.
                 expanded = torch.empty_like(content, device="cpu")
                 whole = packing.unpack(packed.cpu(), expanded, codec, itemsize)
                 content.copy_(expanded)
@@ -129,11 +141,7 @@ class TorchDriver:
         if not size_bytes:  # memory goes back to the stream that it came from
             resize(storage, 0)
             return True
-        try:
-            self._on(stream, resize, storage, size_bytes)
-        except torch.OutOfMemoryError:
-            return False
-        return True
+        return self._if_there_is_memory(stream, resize, storage, size_bytes) is not None
 
     def record_stream(self, storage: torch.UntypedStorage, stream: Any) -> None:
         with torch._C._DisableTorchDispatch():  # it is no operator of the program's
@@ -223,10 +231,14 @@ class CudaDriver(TorchDriver):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Where a convolution's workspace is refused, torch tries cuDNN's next algorithm; after the last one
-        it says that there is none."""
+        it says that there is none. Where NVML may not be asked, as in a part of a GPU (MIG), torch fails
+        while it composes the error."""
         if super().is_out_of_memory(error):
             return True
-        lacks_engine = "unable to find an engine to execute this computation" in str(error)
+        text = str(error)
+        if "NVML_SUCCESS" in text and "CUDACachingAllocator" in text:
+            return True
+        lacks_engine = "unable to find an engine to execute this computation" in text
         return lacks_engine and self._statistics()["num_ooms"] > self._refused_before
 
     def marked(self, text: str) -> contextlib.AbstractContextManager[None]:

@@ -57,6 +57,10 @@ class Driver(Protocol):
     def current_stream(self) -> Any:
         """The stream that this thread's kernels are issued to."""
 
+    def use_device(self) -> None:
+        """Have it as the current device of this thread, which is one of ours. Else torch, which puts back the
+        device that was current before, would make a context on the first one."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Copy bytes, on the stream: one of the two is on the device, the other in page-locked memory."""
 

@@ -74,7 +74,7 @@ class Packing:
         self.is_used = False
         self._codecs: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         carry_out = functools.partial(self._carry_out, driver.make_stream())
-        self._queue = CopyQueue("penstock-packing", carry_out, driver.marked)
+        self._queue = CopyQueue("penstock-packing", carry_out, driver)
         self.raise_priority = functools.partial(self._queue.raise_priority, priority=DEMAND)
         self.close = self._queue.close
 

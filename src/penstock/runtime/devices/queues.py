@@ -18,6 +18,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
+from penstock.runtime.devices.driver import Driver
 from penstock.runtime.interrupts import NOT_INTERRUPTED
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import ManagedStorage
@@ -108,18 +109,22 @@ class Copy:
 class _Queue:
     """Waiting copies of one direction, the most urgent first, and a thread that serves them until `close`.
 
-    marked    shows each copy in a profiler: see Driver
+    driver   its `marked` shows each copy in a profiler
     """
 
-    def __init__(self, name: str, marked: Callable[[str], Marked]) -> None:
-        self._marked = marked
+    def __init__(self, name: str, driver: Driver) -> None:
+        self._marked, self._use_device = driver.marked, driver.use_device
         self._lock = threading.RLock()  # entering it takes less than entering the condition
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._waiting: list[tuple[int, int, Copy]] = []  # a heap
         self._count = itertools.count()
         # A copy that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        self._use_device()
+        self._serve()
 
     def _serve(self) -> None:
         raise NotImplementedError
@@ -164,10 +169,10 @@ class CopyQueue(_Queue):
         self,
         name: str,
         carry_out: CarryOut,
-        marked: Callable[[str], Marked],
+        driver: Driver,
         wait_for_room: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(name, marked)
+        super().__init__(name, driver)
         self._carry_out = carry_out
         self._wait_for_room = wait_for_room
         self._thread.start()
@@ -225,9 +230,9 @@ class StreamQueue(_Queue):
         stream: Any,
         issue: Callable[[Copy, Any], tuple[Any, Any]],
         recycle: Callable[[Any], None],
-        marked: Callable[[str], Marked],
+        driver: Driver,
     ) -> None:
-        super().__init__(name, marked)
+        super().__init__(name, driver)
         self._stream = stream
         self._last: tuple[Any, float] | None = None  # the event at a copy's end, and when that was
         self._looked_at: list[Any] = []  # events, to be recycled

@@ -64,15 +64,24 @@ class Staging:
 
     bus      queue of the copies between the device and host memory in that direction
     chunks   number of buffers, of ``chunk_bytes`` each, to take from the slab
+    on_disk_thread   called first on the thread on which a leg to or from the disk has ended
 
     All methods but `close` and `drain` are called on one thread.
     """
 
     def __init__(
-        self, out: bool, spill: SpillSpace, slab: PinnedSlab, bus: StreamQueue, chunk_bytes: int, chunks: int
+        self,
+        out: bool,
+        spill: SpillSpace,
+        slab: PinnedSlab,
+        bus: StreamQueue,
+        chunk_bytes: int,
+        chunks: int,
+        on_disk_thread: Callable[[], None],
     ) -> None:
         self._spill, self._slab, self._bus = spill, slab, bus
         self._chunk_bytes = chunk_bytes
+        self._on_disk_thread = on_disk_thread
         self._legs = (self._cross_bus, self._write) if out else (self._read, self._cross_bus)
         self._free: queue.SimpleQueue[Extent] = queue.SimpleQueue()
         for _ in range(chunks):
@@ -166,6 +175,7 @@ class Staging:
         )
 
     def _moved(self, chunk: _Chunk, link: str, over: Done, transfer: Transfer) -> None:
+        self._on_disk_thread()
         times = transfer.started_s, transfer.finished_s
         moved = [] if transfer.error else [chunk.staged.copy.moved(link, *times, chunk.size_bytes)]
         over(transfer.error, moved)
