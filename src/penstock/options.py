@@ -392,8 +392,8 @@ def offload(
                     is RAM that the device's budget does not count, such as that of another NUMA node, or far
                     memory. None: on a GPU an eighth of what is free, on a CPU no such tier
     host_node       NUMA node that the host budget comes from, on a CPU. None: any
-    disk_budget     most bytes on disk. None: what is free there. Where torchrun has started several processes
-                    on this machine, it and the host budget are theirs together, and are divided
+    disk_budget     most bytes on disk. None: what is free there. Where several processes of a job are on this
+                    machine, it and the host budget are theirs together, and are divided
     device          cpu, or a GPU such as cuda:0. None: the model's, or the CPU
     plan            made before, by `penstock plan` or `penstock.plan`: it is carried out as it stands
     hardware        rates of the machine's links, as `penstock probe` and `penstock.probe` measure them. None:

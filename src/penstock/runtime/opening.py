@@ -76,8 +76,8 @@ def open_run(
         remote = next((place for place in spill_dirs if isinstance(place, Url)), None)
         if remote is not None and processes > 1:
             raise InvalidArgument(
-                f"{remote} cannot be shared by the {processes} processes that torchrun has started on "
-                "this machine: each would overwrite what the others spill. Give a directory as spill_dir"
+                f"{remote} cannot be shared by the {processes} processes of this job on this machine: each "
+                "would overwrite what the others spill. Give a directory as spill_dir"
             )
         if disk_budget is not None:
             disk_budget //= processes
@@ -129,7 +129,8 @@ def open_run(
         kinds = StepKinds(planning, hardware, together, made.plannable, measures=probed)
         if plan is not None:
             kinds.follow_given(plan)
-        run = Offload(made, name, spill, kinds, splitter, resident_before_bytes if peak_is_known else None)
+        before_bytes = resident_before_bytes if peak_is_known else None
+        run = Offload(made, name, spill, kinds, splitter, before_bytes, processes)
         try:
             for tensor, kind in _known_tensors(model, optimizer):
                 run._clock.know(tensor, kind)

@@ -63,11 +63,15 @@ class Offload:
         kinds: StepKinds,
         splitter: Splitter,
         resident_before_bytes: int | None,
+        processes: int,
     ) -> None:
-        """resident_before_bytes   of the process, without the model; None: its peak cannot be known"""
+        """
+        resident_before_bytes   of the process, without the model; None: its peak cannot be known
+        processes               of this job on this machine
+        """
         self._device, self._device_name, self._spill = device, device_name, spill
         self._kinds, self._splitter = kinds, splitter
-        self._resident_before_bytes = resident_before_bytes
+        self._resident_before_bytes, self._processes = resident_before_bytes, processes
         budget_bytes = kinds.hardware.device_bytes
         self._engine = CopyEngine(device, budget_bytes, in_flight_bytes=device.in_flight_bytes)
         device.engine = self._engine
@@ -393,7 +397,7 @@ class Offload:
             peak_resident_bytes = max(0, resident.peak_resident_bytes() - self._resident_before_bytes)
         return Report(
             device=str(self._device_name),
-            processes=ranks.local_world_size(),
+            processes=self._processes,
             reason=predicted.pop("reason", "") or planner.refusal or "no plan could be made",
             memory_manager=self._device.memory_manager,
             direct_io=spill.direct,
