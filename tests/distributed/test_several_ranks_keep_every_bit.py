@@ -58,3 +58,7 @@ def test_what_a_collective_uses_stays_where_the_system_finds_it(tmp_path: Path, 
     """Another thread presses tensors out of memory while gloo has the system read and write them: an access
     to what is away, or protected, would not be served there."""
     together(2, Path(__file__).parent / "evicting.py", tmp_path, recompute)
+
+
+def test_what_was_sent_leaves_once_it_was_waited_for(tmp_path: Path) -> None:
+    together(2, Path(__file__).parent / "sending.py", tmp_path, timeout_s=100)

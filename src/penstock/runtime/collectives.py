@@ -22,9 +22,9 @@ from penstock.runtime.storages import ManagedStorage
 TIMEOUT_S = 1800.0
 _POLL_S = 1e-4
 
-# Gloo's Work of these is completed only by `wait`, which must not be called twice: that of reduce_scatter
-# writes the results.
-_SILENT = ("reduce_scatter", "send", "recv")
+# Gloo's Work of these is completed by `wait` alone, and must not be waited for twice. That of reduce_scatter,
+# whose `wait` writes the results, never says that it is. Gloo has the tensors of CPUs.
+_COMPLETED_BY_WAIT, _NEVER_COMPLETED = ("send", "recv"), ("reduce_scatter",)
 
 _BUDGET_SHARE = 8  # collectives in flight get one part in eight of the budget, at most
 
@@ -36,11 +36,13 @@ class _InFlight:
     storages   that it reads and writes
     writes     that it writes: the program uses them only after it has waited for the collective
     work       a torch.distributed.Work whose `is_completed` can be relied on; None where there is none
+    is_silent  its work is completed only when the program waits for it
     """
 
     storages: list[ManagedStorage]
     writes: list[ManagedStorage]
     work: Any
+    is_silent: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -118,8 +120,11 @@ class Collectives:
         """
         used = list(dict.fromkeys(used))
         fresh = [managed for managed in made if managed not in used]
-        work = None if any(name in operator.name for name in _SILENT) else _work_of(result)
-        flight = _InFlight(used + fresh, written or fresh, work)
+        flight = _InFlight(used + fresh, written or fresh, _work_of(result))
+        if _is_of_cpu(flight.storages):
+            flight.is_silent = any(name in operator.name for name in _COMPLETED_BY_WAIT)
+            if any(name in operator.name for name in _NEVER_COMPLETED):
+                flight.work = None
         for managed in flight.storages:
             managed.pins += 1
         self._held.clear()  # they are held until it is done
@@ -142,9 +147,9 @@ class Collectives:
         self._kernels.in_flight = bool(self._flights)
 
     def wait(self) -> bool:
-        """Wait until a collective is done. False: none has a Work, or all take too long."""
+        """Wait until a collective is done. False: none has a Work that tells, or all take too long."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        waitable = [flight for flight in self._flights if flight.work is not None]
+        waitable = [flight for flight in self._flights if flight.work is not None and not flight.is_silent]
         before = len(self._flights)
         while waitable and time.monotonic() < deadline_s:
             self.release_done([])
@@ -152,6 +157,10 @@ class Collectives:
                 return True
             time.sleep(_POLL_S)
         return False
+
+
+def _is_of_cpu(used: list[ManagedStorage]) -> bool:
+    return any(storage.device.type == "cpu" for managed in used if (storage := managed.storage()) is not None)
 
 
 def _work_of(result: Any) -> Any:
