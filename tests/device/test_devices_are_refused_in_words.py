@@ -75,6 +75,19 @@ def test_devices(
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable"])
+def test_allocators_that_keep_no_limit(
+    allocator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    with pytest.raises(DeviceUnavailable, match=f"'{allocator}', and no budget can be kept with it"):
+        offloaded(device="cuda:0")(tmp_path)
+    with pytest.raises(DeviceUnavailable, match=f"'{allocator}', and no budget can be kept with it"):
+        penstock.probe(tmp_path, device="cuda:0")
+
+
 def test_a_run_inside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "PROBE_S", 0.05)
     again = offloaded(device=DEVICE)

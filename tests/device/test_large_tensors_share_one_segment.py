@@ -325,3 +325,34 @@ def test_kernels_that_use_nearly_all_memory_go_on(seed: int, configure: Configur
                 del twice
             assert weight.mean().item() == 1
         assert all((other == 13).all() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ("max_split_size_mb:32", "max_split_size_mb:32"),
+        ("max_split_size_mb: 512", None),  # larger than the segment
+        ("garbage_collection_threshold:0.8", "garbage_collection_threshold"),
+        ("roundup_power2_divisions:4", "roundup_power2_divisions"),
+    ],
+)
+def test_settings_that_make_it_another_one_are_named(
+    settings: str,
+    setting: str | None,
+    configure: Configure,
+    seen: Seen,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    configure(order="stepped", seed=1)
+    plain = expected(PLAIN)
+    torch._C._accelerator_setAllocatorSettings(settings)  # which the emulated allocator ignores
+    try:
+        assert differences(plain, inside(Training(), 96 * MIB, "host", tmp_path)[0]) == []
+    finally:
+        torch._C._accelerator_setAllocatorSettings("")
+    said = [record.message for record in caplog.records if "stays in pieces" in record.message]
+    if setting is None:
+        assert seen.opened > 0 and not said
+    else:
+        assert seen.opened == 0 and len(said) == 1 and f"as {setting} keeps" in said[0]

@@ -248,6 +248,9 @@ class CheckedDriver:
     def reserve(self, size_bytes: int, stream: CheckedStream) -> int | None:
         return None  # there are no segments
 
+    def undivided(self, size_bytes: int) -> str | None:
+        return None
+
     def pack(
         self,
         content: torch.Tensor,

@@ -143,6 +143,7 @@ class AcceleratorDevice:
         # In this step: for which kernels, by what they use and ask for.
         self._opened_for: set[tuple[int, ...]] = set()
         self._rearranged_for: set[tuple[int, ...]] = set()
+        self._undivided = False  # the allocator's settings let no segment be opened, which is logged
         self._steps = 0
         self._marks: deque[tuple[float, Any]] = deque()  # events on the way: after so much of _elapsed_s
         self._begins_s = self._elapsed_s = 0.0  # of the last kernel: in its step, and in all
@@ -399,6 +400,16 @@ class AcceleratorDevice:
         self._reserved.measure()
         self._empty_segments()
         size_bytes = self._reserved.largest_new_segment_bytes()
+        if (setting := self._driver.undivided(size_bytes)) is not None:
+            if not self._undivided:
+                self._undivided = True
+                logger.warning(
+                    "the allocator's memory stays in pieces, as %s keeps large tensors from sharing one "
+                    "segment: more is evicted than need be. Take it out of PYTORCH_ALLOC_CONF or "
+                    "PYTORCH_CUDA_ALLOC_CONF",
+                    setting,
+                )
+            return
         if size_bytes < self._reserved.budget_bytes // 2 or not self._compaction.open(
             size_bytes, self._streams[0]
         ):
@@ -595,7 +606,7 @@ class AcceleratorDevice:
             self._empty_segments()
         if self._compaction.refused and not self._compaction.is_open and self._steps >= self._next_opening:
             self._next_opening = 2 * self._steps
-            if self._has_one_stream:
+            if self._has_one_stream and not self._undivided:
                 self._have_one_segment()
         if (over_bytes := self._reserved.over_bytes) > self._reserved.above_limit_bytes:
             over_bytes = self._come_below_the_limit()

@@ -8,16 +8,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from penstock.errors import DeviceUnavailable
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.driver import Memory
 from penstock.runtime.storage_methods import held_bytes, resize
 
 logger = logging.getLogger("penstock")
+
+# By the one, blocks are rounded otherwise; by the other, a segment that is free is given back.
+_UNLIKE_THE_MODEL = ("roundup_power2_divisions", "garbage_collection_threshold")
 
 
 class _NvtxRange(contextlib.AbstractContextManager[None]):
@@ -106,6 +112,13 @@ class TorchDriver:
     def reserve(self, size_bytes: int, stream: Any) -> int | None:
         content = self.allocate(size_bytes, stream)
         return None if content is None else content.data_ptr()
+
+    def undivided(self, size_bytes: int) -> str | None:
+        settings = _allocator_settings()
+        found = re.search(r"max_split_size_mb\s*:\s*(\d+)", settings)
+        if found is not None and int(found[1]) << 20 <= size_bytes:
+            return f"max_split_size_mb:{found[1]}"
+        return next((name for name in _UNLIKE_THE_MODEL if name in settings), None)
 
     def pack(
         self,
@@ -205,6 +218,7 @@ class CudaDriver(TorchDriver):
     memory_manager = "CUDA caching allocator"
 
     def __init__(self, device: torch.device) -> None:
+        _require_native_allocator()
         torch.cuda.init()  # the allocator counts from then on
         super().__init__(device)
         self._refused_before = self._statistics()["num_ooms"]
@@ -247,6 +261,26 @@ class CudaDriver(TorchDriver):
 
     def _statistics(self) -> Any:
         return torch._C._cuda_memoryStats(self.device.index)  # type: ignore[attr-defined]
+
+
+def _allocator_settings() -> str:
+    """The text that torch has read last: each replaces the one before."""
+    try:
+        return str(torch._C._accelerator_getAllocatorSettings())
+    except AttributeError:
+        names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+        return next((os.environ[name] for name in names if name in os.environ), "")
+
+
+def _require_native_allocator() -> None:
+    """The other ones limit what is in use, not what they reserve, and do not count refusals or small blocks;
+    those of a program's own count nothing. Raises DeviceUnavailable."""
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise DeviceUnavailable(
+            f"torch's allocator of CUDA memory is {backend!r}, and no budget can be kept with it: it does "
+            "not limit what it reserves. Take backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF and "
+            "PYTORCH_CUDA_ALLOC_CONF, and do not call torch.cuda.memory.change_current_allocator"
+        )
 
 
 def access_errors(device: torch.device) -> Callable[[torch.UntypedStorage, str | None], None] | None:

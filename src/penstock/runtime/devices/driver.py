@@ -71,6 +71,10 @@ class Driver(Protocol):
         """Reserve one segment on the stream, to cut blocks from. Returns its address; None: out of memory, or
         the allocator has no such segments."""
 
+    def undivided(self, size_bytes: int) -> str | None:
+        """The setting by which the allocator does not cut blocks from a segment of so many bytes, cuts others
+        than were asked for, or gives the segment back. None: there is none."""
+
     def pack(
         self,
         content: torch.Tensor,
