@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import _native
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument
-from penstock.samples.failures import warn_once
 from penstock.samples.order import Segment
 from penstock.samples.store import Store, mount
 from tests.support.sample_stores import Sample, epoch, mounted, samples, some_samples
@@ -191,7 +191,7 @@ def test_reading_does_without_io_uring_and_says_so_once(
     content = some_samples()
     plain = functools.partial(_native.SampleReader, ring=False)
     monkeypatch.setattr(_native, "SampleReader", plain)
-    warn_once.cache_clear()
+    log_once.cache_clear()
     mounted(tmp_path, content).close()
     with caplog.at_level(logging.WARNING, "penstock"):
         for _ in range(2):

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples import Loader, SampleDataset, encode, mount, pack
 from penstock.samples.decode import Sample
-from penstock.samples.failures import warn_once
 from penstock.samples.store import Batch
 from tests.support.stores import write_store
 
@@ -246,7 +246,7 @@ def test_pinned_memory_without_a_device_is_said_to_have_no_effect(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    warn_once.cache_clear()
+    log_once.cache_clear()
     list(loader_of(folder, decode_batch=None, pin_memory=True))
     assert ["no accelerator" in record.message for record in caplog.records] == [True]
 

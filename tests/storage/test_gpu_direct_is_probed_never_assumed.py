@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from penstock._native import DEMAND
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument, PenstockError, SpillError
 from penstock.options import IoOptions
 from penstock.runtime.devices import Done, Moved
@@ -31,7 +32,7 @@ from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.gpudirect import GpuDirectTransport
-from penstock.storage.paths import GPU_TRANSPORTS, TRANSPORTS, IoPaths, _log_once
+from penstock.storage.paths import GPU_TRANSPORTS, TRANSPORTS, IoPaths
 from penstock.storage.spill import MEASURED_EVERY, SpillSpace
 from penstock.storage.transfer import Transfer, TransportUnavailable
 
@@ -67,7 +68,7 @@ MIB = 1 << 20
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     stand_in.install(monkeypatch)
-    _log_once.cache_clear()
+    log_once.cache_clear()
     yield stand_in
     stand_in.pool.shutdown()
 

@@ -12,10 +12,11 @@ import pytest
 
 import penstock
 from penstock.core import files
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument, InvalidFile, InvalidSize
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.costs import CostTables, Entry, Tables, add_tables, device_kind, read_tables
-from penstock.storage.paths import TRANSPORTS, IoPaths, _log_once
+from penstock.storage.paths import TRANSPORTS, IoPaths
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transfer import EVICT, PREFETCH, File, Transfer, TransportUnavailable
 from tests.support.apart import context
@@ -163,7 +164,7 @@ def test_a_transport_that_cannot_work_says_why(
         raise TransportUnavailable("the system refuses it: Operation not permitted")
 
     monkeypatch.setitem(TRANSPORTS, "io_uring", refuse)
-    _log_once.cache_clear()
+    log_once.cache_clear()
     for _ in range(2):
         with SpillSpace(tmp_path) as space:
             assert space.unavailable == {"io_uring": "the system refuses it: Operation not permitted"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 from pathlib import Path
@@ -98,12 +97,6 @@ def cannot_read(
             return _with_errno(f"{whose} cannot be read at {where}: {reason}. {remedy}", failure.error_number)
         text = f"{whose} cannot be read at {where}: {reason}. {remedy}; {_LEAVE_OUT}"
     return _with_errno(text, failure.error_number or None)
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Log a warning, once in this process."""
-    logger.warning("%s", text)
 
 
 def _with_errno(text: str, error_number: int | None) -> SampleError:

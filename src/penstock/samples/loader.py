@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument
 from penstock.samples.decode import Convert, DecodeThreads, Sample, converter, decoded, pinned
 from penstock.samples.epochs import Epoch, EpochCoordinator, Position, from_state
-from penstock.samples.failures import warn_once
 from penstock.samples.order import Slots
 from penstock.samples.store import Batch, Store
 from penstock.samples.views import Source, bread_of, checked_source
@@ -119,11 +119,11 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         convert = converter(self.store.encoding, *self._functions)
         if self.pin_memory:
             if info is not None:
-                warn_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
+                log_once("pin_memory=True of a Loader has no effect in a worker: give it to the DataLoader")
             elif torch.accelerator.is_available():
                 convert = _pinning(convert)
             else:
-                warn_once("pin_memory=True of a Loader has no effect: there is no accelerator")
+                log_once("pin_memory=True of a Loader has no effect: there is no accelerator")
         iteration = _Iteration(self, position, replica, convert)
         self._progress = iteration.progress
         return iteration

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock import _native
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument, SampleError
 from penstock.machine import available_bytes
 from penstock.samples.catalog import Directory
-from penstock.samples.failures import CLOSED, warn_once
+from penstock.samples.failures import CLOSED
 from penstock.samples.layout import data_file_name
 from penstock.samples.objects.cache import CacheOptions
 from penstock.samples.objects.fetching import Fetched, Fetcher
@@ -184,7 +185,7 @@ class Reader:
         reader, looked = self._reader, self._looked_for_io_uring
         self._looked_for_io_uring = True
         if not looked and reader is not None and reader.counters()["io_uring"] == 0:
-            warn_once(
+            log_once(
                 "io_uring is refused here, as containers often do: threads read samples by plain reads, "
                 "which costs some speed. A seccomp profile that allows io_uring helps."
             )

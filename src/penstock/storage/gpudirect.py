@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import importlib
 import logging
 import os
@@ -14,6 +13,7 @@ import sys
 import threading
 from typing import Any
 
+from penstock.core.log import log_once
 from penstock.errors import installing
 from penstock.storage.aligned import align_down, align_up
 from penstock.storage.transfer import FOR_EVER_S, File, Transfer, TransportUnavailable, move_fully
@@ -102,7 +102,7 @@ def _move(registered: Any, transfer: Transfer, low: int, high: int) -> int:
             future = start(memory, size=left_bytes, file_offset=low + done, task_size=left_bytes)
             moved: int = future.get()  # waits without the GIL
         except Exception as error:
-            _log_once(f"kvikio failed to {transfer.kind}: {error}")
+            log_once(f"kvikio failed to {transfer.kind}: {error}")
             number = _error_number(error, errno.EIO)
             # "Operation not permitted" is kvikio's word for every read that fails.
             raise OSError(errno.EIO if number == errno.EPERM else number, str(error)) from error
@@ -228,8 +228,3 @@ def _error_number(error: Exception, otherwise: int) -> int:
     text = str(error)
     found = [number for number in errno.errorcode if text.endswith(os.strerror(number))]
     return max(found, key=lambda number: len(os.strerror(number)), default=otherwise)
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    logger.warning("%s", text)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.core.log import log_once
 from penstock.errors import InvalidArgument
 from penstock.storage.gpudirect import GpuDirectTransport
 from penstock.storage.native import CopyTransport, NvmeSpillTransport, PosixTransport, UringTransport
@@ -129,7 +130,7 @@ class IoPaths:
             paths.pop(path.name, None)
         transport = _transport_of(path.name)
         self.unavailable[transport] = reason
-        _log_once(transport, reason, logging.WARNING)
+        _log_unused(transport, reason)
         self._check()
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
@@ -152,7 +153,7 @@ class IoPaths:
                 transport = make()
             except TransportUnavailable as reason:
                 self.unavailable[transport_name] = str(reason)
-                _log_once(transport_name, str(reason), logging.INFO if reason.expected else logging.WARNING)
+                _log_unused(transport_name, str(reason), logging.INFO if reason.expected else logging.WARNING)
                 continue
             used = 0
             for method in transport.methods:
@@ -184,10 +185,8 @@ def _transport_of(path: str) -> str:
     return path.partition(" ")[0]
 
 
-@functools.cache
-def _log_once(transport: str, reason: str, level: int) -> None:
-    text = "%s is not used to move tensors: %s. Other I/O paths take its place."
-    logger.log(level, text, transport, reason)
+def _log_unused(transport: str, reason: str, level: int = logging.WARNING) -> None:
+    log_once(f"{transport} is not used to move tensors: {reason}. Other I/O paths take its place.", level)
 
 
 @functools.cache
@@ -201,7 +200,7 @@ def shared_path(name: str | None = None) -> IoPath:
         try:
             transport = make()
         except TransportUnavailable as reason:
-            _log_once(transport_name, str(reason), logging.WARNING)
+            _log_unused(transport_name, str(reason))
             continue
         if wanted in transport.methods:
             return IoPath(f"{transport_name} {wanted}", wanted, MEDIA[wanted], transport)

@@ -8,19 +8,18 @@ one are seeds, too: without a solver they are all there is.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
 from itertools import count
 
 import numpy as np
 
 from penstock.core.columns import FloatArray
+from penstock.core.log import log_once
 from penstock.core.memory_profile import minimum_bytes, tightest_kernel
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
@@ -64,8 +63,6 @@ WORK = 60_000_000  # changes to try, times kernels and periods
 MOST_CHANGES = 20_000  # per search
 _FEW_COPIES = 0.05  # of the time limit, for plans that move large tensors alone
 _RESERVE_S = 0.2  # for what comes after the search
-
-_log = logging.getLogger("penstock")
 
 
 def optimal(problem: Problem) -> Decision:
@@ -210,14 +207,9 @@ def _relaxed(problem: Problem) -> tuple[FractionalPlan, str]:
         return nothing, "there was no time for a linear program"
     if find_spec("highspy") is None:
         note = f"without a solver nothing was proven: {installing('plan')}"
-        _warn_once(note)
+        log_once(f"the plan is searched for without a linear program: {note}")
         return nothing, note
     return fractional_plan(replace(problem, time_limit_s=_SOLVING * problem.time_limit_s)), ""
-
-
-@cache
-def _warn_once(note: str) -> None:
-    _log.warning("the plan is searched for without a linear program: %s", note)
 
 
 def _starts(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.core.log import log_once
 from penstock.errors import DeviceUnavailable
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.driver import Memory
@@ -306,16 +307,11 @@ def access_errors(device: torch.device) -> Callable[[torch.UntypedStorage, str |
         return set_access_error
     else:
         reason = "tried here, none was raised, or it stayed"
-    _warn_once(
+    log_once(
         f"accesses to tensors that are away cannot be made errors: {reason}. Code that takes their address, "
         "such as a kernel that PyTorch does not know, may end with an illegal memory access"
     )
     return None
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
 
 
 def _errors_begin_and_end(

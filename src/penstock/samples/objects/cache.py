@@ -32,8 +32,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.core.log import log_once
 from penstock.errors import SampleError
-from penstock.samples.failures import warn_once
 from penstock.samples.layout import FILES, data_file_name
 from penstock.samples.places import Bytes, lock_pages, mapped
 from penstock.storage.aligned import align_down, align_up
@@ -194,7 +194,7 @@ class DiskCache:
         self._is_full = True
         if self._said.acquire(blocking=False):  # several threads find out at once
             what = "is full" if error.errno in _FULL else f"cannot be written ({error.strerror})"
-            warn_once(
+            log_once(
                 f"the disk of cache_dir={str(self)!r} {what}: the cache keeps what it has, and the rest "
                 "comes from the server each time"
             )
