@@ -48,13 +48,49 @@ class TensorArgument(NamedTuple):
         return made.set_(storage, self.offset, self.size, self.stride)
 
 
+# Each says what those after it do where they say "none".
+_FLOAT32 = (
+    ("generic", "all"),
+    *(
+        (backend, operation)
+        for operation in ("all", "matmul", "conv", "rnn")
+        for backend in ("cuda", "mkldnn")
+    ),
+)
+
+
+def _matmul_precision() -> str | None:
+    """None where torch refuses to say, as the program set precisions that its older API has no name for."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _float32_precisions() -> tuple[Any, ...]:
+    """By both of torch's APIs, as kernels read both."""
+    return _matmul_precision(), *(torch._C._get_fp32_precision_getter(*of) for of in _FLOAT32)
+
+
+def _set_float32_precisions(values: tuple[Any, ...]) -> None:
+    matmul, *precisions = values
+    now = _matmul_precision()
+    if matmul is not None and now is not None and matmul != now:
+        torch.set_float32_matmul_precision(matmul)
+    for of, precision in zip(_FLOAT32, precisions, strict=True):
+        for value in ("none", precision):
+            if torch._C._get_fp32_precision_getter(*of) != precision:
+                torch._C._set_fp32_precision_setter(*of, value)
+
+
 # What a user can switch that changes the bits of a kernel, for this thread or the process: read, and written.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_onednn_allow_tf32, torch._C._set_onednn_allow_tf32),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_float32_precisions, _set_float32_precisions),
 )
 
 
@@ -63,8 +99,9 @@ def switches() -> tuple[Any, ...]:
 
 
 def _switch(values: tuple[Any, ...]) -> None:
-    for (_, write), value in zip(_SWITCHES, values, strict=True):
-        write(value)
+    for (read, write), value in zip(_SWITCHES, values, strict=True):
+        if read() != value:
+            write(value)
 
 
 @dataclass(eq=False)
