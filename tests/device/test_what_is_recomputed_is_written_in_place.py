@@ -87,6 +87,21 @@ def test_convolutions_of_cudnn_have_their_result_once(cudnn: list[tuple[Any, ...
     assert set(cudnn) == {(False, False, True)}  # torch's defaults: no search, any algorithm, with TF32
 
 
+def test_transposed_convolutions_are_not_recomputed(tmp_path: Path) -> None:
+    """Where cuDNN has them, they add up in any order."""
+    images = torch.ones(4, 64, 16, 16, device=DEVICE)
+    weight = torch.ones(64, 64, 3, 3, device=DEVICE)
+    with penstock.offload(
+        device=DEVICE, device_budget=GENEROUS, spill_dir=tmp_path, hardware=ACCELERATED
+    ) as run:
+        with run.step():
+            F.conv_transpose2d(F.conv2d(images, weight), weight).sum().item()
+        trace = run.trace
+    assert trace is not None
+    made = [kernel for kernel, name in enumerate(trace.kernel_name) if name == "convolution"]
+    assert [int(trace.tensor_recompute[trace.outputs[kernel][0]]) for kernel in made] == [made[0], -1]
+
+
 def check(kernel: Callable[[torch.Tensor], torch.Tensor], most_results: float, tmp_path: Path) -> None:
     weight = torch.linspace(-3, 3, SIDE * SIDE, device=DEVICE).view(SIDE, SIDE)
 

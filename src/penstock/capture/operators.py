@@ -35,6 +35,16 @@ _OF_SHAPES = frozenset(
     ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
     + ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 )
+# These add up, or write to one place, in the order in which their threads come: on accelerators, and some
+# on a CPU. torch.use_deterministic_algorithms lists them, and most backward kernels.
+_UNORDERED = frozenset(
+    ("bincount", "cumprod", "cumsum", "histc", "index_add", "index_copy", "index_put", "_unsafe_index_put")
+    + ("index_reduce", "kthvalue", "logcumsumexp", "_logcumsumexp", "max_unpool2d", "max_unpool3d", "median")
+    + ("nanmedian", "nll_loss2d_forward", "put", "scatter", "scatter_add", "scatter_reduce")
+    + ("_cudnn_ctc_loss",)
+    # Their dropout draws from a state of cuDNN's own.
+    + ("_cudnn_rnn", "miopen_rnn")
+)
 # Norms write their running statistics, which these schemas do not say.
 _SILENT_WRITES = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -54,8 +64,9 @@ class Operator(NamedTuple):
     name           without the namespace "aten": "mm"; with any other one: "mylib::scale"
     is_kernel      False for views and for questions about metadata: they read and write no memory
     written        (position, name) of the arguments that it writes to
-    is_repeatable  run again with the same inputs it gives the same bits: it draws no random numbers
+    is_repeatable  it can run again where it failed: it has written nothing, and drawn no random numbers
     draws          it is repeatable but for the random numbers that it draws from a generator
+    is_unordered   it may give other bits each time, as it adds up in any order
     is_opaque      it has no schema, such as a compiled region, or one that says of no write and that nobody
                    vouches for: any of its inputs may be written, unless penstock.capture.regions knows more
     takes_lists    of tensors, each for itself: see penstock.capture.slices
@@ -70,6 +81,7 @@ class Operator(NamedTuple):
     written: tuple[tuple[int, str], ...]
     is_repeatable: bool
     draws: bool = False
+    is_unordered: bool = False
     is_opaque: bool = False
     takes_lists: bool = False
     is_elementwise: bool = False
@@ -79,7 +91,7 @@ class Operator(NamedTuple):
     @property
     def can_run_again(self) -> bool:
         """It gives the same bits again, with the same random numbers."""
-        return self.is_repeatable or self.draws
+        return (self.is_repeatable or self.draws) and not self.is_unordered
 
 
 @cache
@@ -99,26 +111,32 @@ def describe(operator: Any) -> Operator:
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in silent
     )
     returns = schema.returns
-    is_opaque = not (written or is_collective or operator.namespace in _OF_TORCH) and not _has_tag(
-        operator, "pt2_compliant_tag"
-    )
+    is_of_torch = operator.namespace in _OF_TORCH
+    is_opaque = not (written or is_collective or is_of_torch) and not _has_tag(operator, "pt2_compliant_tag")
+    # What others draw from, and in which order they add up, no schema and no tag says.
+    is_known = is_of_torch and not (written or _has_tag(operator, "nondeterministic_bitwise"))
+    is_random = _has_tag(operator, "nondeterministic_seeded")
     is_view = bool(returns) and not written and all(entry.alias_info is not None for entry in returns)
     is_metadata = operator.namespace in _NAMESPACES_WITHOUT_KERNELS or name in _METADATA
     return Operator(
         name,
         not (is_view or is_metadata),
         written,
-        not (written or is_collective or is_opaque)
-        and not _has_tag(operator, "nondeterministic_seeded", "nondeterministic_bitwise"),
-        draws=not (written or is_opaque)
-        and _has_tag(operator, "nondeterministic_seeded")
-        and not _has_tag(operator, "nondeterministic_bitwise"),
+        is_known and not is_random,
+        draws=is_known and is_random,
+        is_unordered=name in _UNORDERED or "_backward" in name,
         is_opaque=is_opaque and not is_view,
         takes_lists=name.startswith(LIST_PREFIXES),
         reads_shapes=operator.namespace == "aten" and name in _OF_SHAPES,
         is_elementwise=operator.namespace == "aten" and base_name(name) in _ELEMENTWISE,
         is_collective=is_collective,
     )
+
+
+def gives_the_same_bits(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it does so each time it runs with these arguments, and the same random numbers."""
+    transposed = operator is torch.ops.aten.convolution.default and args[6]  # a backward kernel of cuDNN's
+    return describe(operator).can_run_again and not (transposed and args[0].device.type != "cpu")
 
 
 def base_name(name: str) -> str:

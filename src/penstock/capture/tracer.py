@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.capture import slices
 from penstock.capture.datasheets import DATA_SHEETS
-from penstock.capture.operators import describe, tensors_in, written_tensors
+from penstock.capture.operators import describe, gives_the_same_bits, tensors_in, written_tensors
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
 from penstock.capture.regions import compiled_regions_visible, region_inputs
@@ -175,7 +175,7 @@ class Tracer(TorchDispatchMode):
             written = self._tensors_of(*region.written)
         elif not facts.is_opaque:
             written = self._tensors_of(*written_tensors(facts, args, kwargs))
-        made = self._results(result, inputs, phase == FORWARD and facts.can_run_again)
+        made = self._results(result, inputs, phase == FORWARD and gives_the_same_bits(operator, args))
         if spare:
             results = dict.fromkeys(self._tensors_of(*tensors_in(result)))
             written += tuple(index for index in results if index in spare)

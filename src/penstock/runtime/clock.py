@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import _native
 from penstock.capture import slices
-from penstock.capture.operators import describe, storages_in
+from penstock.capture.operators import describe, gives_the_same_bits, storages_in
 from penstock.capture.phases import ACTIVATION, GRADIENT, OPTIMIZER_STATE, WEIGHT, Phases
 from penstock.capture.regions import region_inputs
 from penstock.capture.slices import extent, run_in_parts
@@ -383,6 +383,8 @@ class Clock(TorchDispatchMode):
         before: Any,
         varies: bool,
     ) -> None:
+        if not gives_the_same_bits(operator, args):
+            return
         if varies and self.variants.ran != AS_TRACED:
             operator = functools.partial(run_as, self.variants.ran, operator)
         with self._interrupts:

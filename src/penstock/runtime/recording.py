@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock import _native
-from penstock.capture.operators import Operator, storages_in, tensors_in
+from penstock.capture.operators import Operator, gives_the_same_bits, storages_in, tensors_in
 from penstock.capture.phases import ACTIVATION, FORWARD, INPUT, Phases
 from penstock.capture.recorder import KernelRecord, TensorRecord
 from penstock.codecs.bitmask import sampled_density
@@ -69,6 +69,7 @@ class Recorder:
         # Of the kernel that ran last:
         self._timed: Timed | None = None
         self._workspace_bytes = 0
+        self._repeats = False
 
     def begin_step(self, recording: Recording | None) -> None:
         """A step begins, which is recorded there."""
@@ -112,8 +113,9 @@ class Recorder:
     def measure(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
-        """The kernel has run: its workspace, and what it could have run as instead."""
+        """The kernel has run: its workspace, whether it can run again, and what it could have run as."""
         self._workspace_bytes = self._device.workspace_bytes()
+        self._repeats = gives_the_same_bits(operator, args)
         self._variants.measure(operator, args, kwargs, result)
 
     def record(
@@ -161,7 +163,7 @@ class Recorder:
                         recording.tensors[managed.index].float32 = tensor.dtype is torch.float32
         if recording.zeros:
             self._sample_zeros(recording, (*written, *made))
-        repeats = phase == FORWARD and facts.can_run_again
+        repeats = phase == FORWARD and self._repeats
         # No kernel makes one part of a tensor.
         fresh -= {managed.index for managed in (*written, *made) if managed.is_part}
         for index in outputs:
