@@ -226,14 +226,22 @@ def test_random_numbers_do_not_depend_on_the_order(configure: Configure, order: 
 @pytest.mark.skipif(DEVICE == "cuda", reason="CUDA does not say")
 def test_an_event_is_not_recorded_while_a_thread_waits_for_it(configure: Configure) -> None:
     """It would wait for something else then, or for ever."""
+
+    def is_refused() -> bool:
+        event, made = torch.Event(device=DEVICE), torch.ones(1024, 1024, device=DEVICE)
+        for _ in range(8):
+            made = made @ made
+        event.record()
+        waiting = threading.Thread(target=event.synchronize)
+        waiting.start()
+        try:
+            while waiting.is_alive():
+                event.record()
+        except RuntimeError as error:
+            return "recorded again while a thread of the host waits" in str(error)
+        finally:
+            waiting.join()
+        return False
+
     configure(order="lazy")
-    event, made = torch.Event(device=DEVICE), torch.ones(1024, 1024, device=DEVICE)
-    for _ in range(8):
-        made = made @ made
-    event.record()
-    waiting = threading.Thread(target=event.synchronize)
-    waiting.start()
-    with pytest.raises(RuntimeError, match="recorded again while a thread of the host waits"):
-        while waiting.is_alive():
-            event.record()
-    waiting.join()
+    assert any(is_refused() for _ in range(20))  # the thread may be the faster one
