@@ -22,7 +22,7 @@ OURS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and
 OF_OTHERS = {
     "one of the variables needed for gradient computation has been modified by an inplace operation: …",
     "this tensor's bytes are away, below the device: they come back when an operator of the thread that "
-    "called penstock.offload uses it. Do not take its data_ptr(), and do not use it from other threads.",
+    "called penstock.offload uses it. Do not take its address from C++, nor use it from other threads.",
     ".numpy() is not supported for tensor subclasses.",
     "Gloo connectFullMesh failed with … Connection refused",
     "OSError: [Errno 14] Bad address",

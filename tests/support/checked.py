@@ -224,7 +224,7 @@ class CheckedDriver:
             text = f"the copy {'to' if into else 'from'} {region.name} on {stream}"
             copy = PendingCopy(text, self._mover(region, storage, device.storage_offset(), host, into, text))
             access, times = self._launch(stream, text, copy)
-            staged = self._host_region(host.data_ptr(), size_bytes)
+            staged = self._host_region(_address(host), size_bytes)
             if into:
                 self._read(staged, access, times)
                 self._write(region, access, times)
@@ -523,7 +523,7 @@ class CheckedDriver:
         return region
 
     def _is_host(self, tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
+        address = _address(tensor)
         return any(begin <= address < begin + size for begin, size in self._slabs.items())
 
     def _host_region(self, address: int, size_bytes: int) -> Region:
@@ -549,7 +549,7 @@ class CheckedDriver:
         into: bool,
         text: str,
     ) -> Callable[[], None]:
-        reference, size_bytes, address = weakref.ref(storage), host.numel(), host.data_ptr()
+        reference, size_bytes, address = weakref.ref(storage), host.numel(), _address(host)
         whole = held_bytes(storage)
 
         def move() -> None:
@@ -697,6 +697,11 @@ def checked_run(
                 device.close()
             finally:
                 driver.check()  # what a violation has led to is of less interest
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """As torch has it: no run brings the tensor back."""
+    return torch._C.TensorBase.data_ptr(tensor)
 
 
 def _join(times: Times, other: Times) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -141,6 +141,7 @@ class Clock(TorchDispatchMode):
         self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
         self._alternatives: tuple[Schedule, ...] = ()
         self._carried: dict[int, ManagedStorage] = {}
+        self._all_is_back: Callable[[], None] | None = None  # of a run that lingers
         self._replaced = contextlib.ExitStack()  # gives torch back what is its own
         self.rests = False
 
@@ -148,6 +149,8 @@ class Clock(TorchDispatchMode):
 
     def start(self) -> None:
         """See every operator of this thread from now on."""
+        while isinstance(last := _python_dispatch._get_current_dispatch_mode(), Clock):
+            last.__exit__(None, None, None)  # it was stopped by an operator, inside of which it cannot exit
         # What torch calls. On the class it would be one more frame of Python for every operator.
         self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
         self.__enter__()
@@ -164,6 +167,19 @@ class Clock(TorchDispatchMode):
         if self._is_innermost():
             self.__exit__(None, None, None)
         self._kernels.entered = False
+
+    def linger(self, all_is_back: Callable[[], None]) -> None:
+        """After the run: see on, and call this after an operator when nothing is away any more."""
+        self._all_is_back = all_is_back
+        self.__dict__["__torch_dispatch__"] = self._dispatch_lingering
+
+    def _dispatch_lingering(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = self._kernels(self, operator, types, args, kwargs)
+        if self._kernels.entered and self._all_is_back is not None and self.storages.all_resident():
+            self._all_is_back()
+        return result
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -185,6 +201,7 @@ class Clock(TorchDispatchMode):
             self._alternatives = schedules[1:]
             self.variants.counts.clear()
             self._recorder.begin_step(recording)
+            self._access.let_addresses_go()
             self._kernels.begin_step(first)
             self._collectives.follow(first.budget_bytes if first is not None else 0)
             if first is not None:
@@ -216,6 +233,7 @@ class Clock(TorchDispatchMode):
             if self.rests:
                 self.__enter__()
             self._phases.exit()
+            self._access.let_addresses_go()
             self._device.poll()
             self.storages.remove_dead()
             self._release_done([])
@@ -396,7 +414,7 @@ class Clock(TorchDispatchMode):
 
     def _budget_hint(self) -> str:
         """A program that caught an error may have forgotten the run."""
-        if self._kernels.in_step:
+        if self._kernels.in_step or self._all_is_back is not None:
             return ""
         return (
             " This run is still open, though none of its steps is: penstock.close() ends it, and its budget."
@@ -503,3 +521,4 @@ class Clock(TorchDispatchMode):
 
 
 skip_code(Clock.__torch_dispatch__.__code__)
+skip_code(Clock._dispatch_lingering.__code__)

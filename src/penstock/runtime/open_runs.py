@@ -52,6 +52,22 @@ def give_back_lingering() -> None:
             logger.warning("%r cannot give back all it has: %s", run, error)
 
 
+def take_over(run: Offload) -> None:
+    """Have the run that is about to open take over what a closed one could not bring back to the accelerator.
+
+    Raises InvalidArgument where that is another device.
+    """
+    for left in tuple(lingering):
+        if not left._sees_operators:
+            continue
+        if left._device.device != run._device.device:
+            raise InvalidArgument(
+                f"{left!r} still has tensors for which {left._device.device} has no memory: delete them, or "
+                "move them to the CPU, before you begin a run on another device"
+            )
+        run.take_over(left)
+
+
 def close() -> None:
     """Close the run that is open, where there is one.
 

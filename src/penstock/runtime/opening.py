@@ -131,6 +131,7 @@ def open_run(
             kinds.follow_given(plan)
         before_bytes = resident_before_bytes if peak_is_known else None
         run = Offload(made, name, spill, kinds, splitter, before_bytes, processes)
+        open_runs.take_over(run)
         try:
             for tensor, kind in _known_tensors(model, optimizer):
                 run._clock.know(tensor, kind)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch._dynamo  # every optimizer imports it at its first use: 70 MB of code, better now than in a step
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.capture.compiler import regions_divided
+from penstock.capture.phases import GRADIENT, OPTIMIZER_STATE, WEIGHT
 from penstock.capture.recorder import make_trace
 from penstock.capture.regions import compiled_regions_visible
 from penstock.checkpoint.background import take_snapshots
@@ -38,6 +40,7 @@ from penstock.runtime.report import Report
 from penstock.runtime.safetensors import read_in_pieces
 from penstock.runtime.step_planner import StepKind
 from penstock.runtime.steps import StepKinds
+from penstock.runtime.storages import AWAY, DROPPED, ManagedStorage
 from penstock.storage.costs import Tables
 from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill import SpillSpace
@@ -72,7 +75,7 @@ class Offload:
         self._device, self._device_name, self._spill = device, device_name, spill
         self._kinds, self._splitter = kinds, splitter
         self._resident_before_bytes, self._processes = resident_before_bytes, processes
-        budget_bytes = kinds.hardware.device_bytes
+        self._budget_bytes = budget_bytes = kinds.hardware.device_bytes
         self._engine = CopyEngine(device, budget_bytes, in_flight_bytes=device.in_flight_bytes)
         device.engine = self._engine
         self._interrupts = Interrupts()
@@ -401,7 +404,7 @@ class Offload:
             reason=predicted.pop("reason", "") or planner.refusal or "no plan could be made",
             memory_manager=self._device.memory_manager,
             direct_io=spill.direct,
-            device_budget_bytes=self._engine.budget_bytes,
+            device_budget_bytes=self._budget_bytes,
             minimum_bytes=planner.minimum_bytes,
             peak_bytes=self._peak_bytes,
             peak_resident_bytes=peak_resident_bytes,
@@ -429,7 +432,7 @@ class Offload:
 
     def close(self) -> None:
         """Give memory and disk space back. Tensors stay as they are: what is away then comes back at once
-        where the budget has room, else when it is touched. Idempotent."""
+        where the budget has room, or on an accelerator its memory, else when it is touched. Idempotent."""
         if self._closed:
             return
         while self._at_close:
@@ -440,14 +443,26 @@ class Offload:
         try:
             with self._interrupts:
                 self._closed = True
-                self._clock.stop()
+                if not self._device.empties_storages:
+                    self._clock.stop()
                 self._undo.close()
                 open_runs.opened.remove(self)
                 open_runs.lingering.append(self)
-                self._give_back()
+                try:
+                    self._give_back()
+                finally:
+                    if self._sees_operators:  # nobody else could bring back what is away
+                        self._clock.linger(self._all_is_back)
         finally:
-            self._interrupts.remove()
+            if not self._sees_operators:
+                self._interrupts.remove()
             self._kinds.replanning.close()
+
+    @property
+    def _sees_operators(self) -> bool:
+        """Of a closed run: what is away comes back by operators, and by the methods that are in the places of
+        torch's."""
+        return self._device.empties_storages and self in open_runs.lingering
 
     def at_close(self, call: Callable[[], None]) -> None:
         """Call this when the run is about to close; of several, the latest first."""
@@ -465,7 +480,18 @@ class Offload:
     def _give_back(self) -> None:
         """Bring back what is away, and give everything back. Where that does not fit, or fails, the run
         lingers: its disk space lasts as long as its tensors."""
-        _drop_failed_backward()
+        with _disable_current_modes():
+            _drop_failed_backward()
+        self._bring_back()
+
+    def _all_is_back(self) -> None:
+        try:
+            with self._interrupts:
+                self._bring_back()
+        except PenstockError as error:
+            logger.warning("%r cannot give back all it has: %s", self, error)
+
+    def _bring_back(self) -> None:
         recomputed = self._recompute_all()
         try:
             self._engine.drain()
@@ -473,14 +499,52 @@ class Offload:
             if self._device.memory.in_arena:  # nobody is kept within a budget that ended
                 self._device.close()
             raise
-        with self._engine.lock:
-            self._clock.storages.remove_dead()
-            storages = self._clock.storages.all()
-        if self._device.bring_all_back(storages) and recomputed:
+        on_accelerator = self._device.empties_storages  # there nothing moves meanwhile
+        with _disable_current_modes(), self._engine.lock if on_accelerator else contextlib.nullcontext():
+            is_back = self._device.bring_all_back(self._storages())
+        if is_back and recomputed:
+            self._clock.stop()
             self._clock.recomputation.close()
             self._device.close()
             open_runs.lingering.remove(self)
             self._spill.close()
+            self._interrupts.remove()
+
+    def _storages(self) -> list[ManagedStorage]:
+        """All, weights first, then gradients and the optimizer's state."""
+        with self._engine.lock:
+            self._clock.storages.remove_dead()
+            return sorted(self._clock.storages.all(), key=_importance)
+
+    def take_over(self, other: Offload) -> None:
+        """Have the tensors of a closed run on the same accelerator, where some of them did not fit. What has
+        room in neither budget raises, and stays with the other run."""
+        taken: list[tuple[ManagedStorage, ManagedStorage]] = []
+        with _disable_current_modes(), other._engine.lock, self._engine.lock:
+            storages = sorted(other._storages(), key=lambda managed: managed.state == AWAY)
+            if any(managed.state == DROPPED for managed in storages):
+                raise InvalidArgument(f"{other!r} has tensors that cannot be recomputed now: delete them")
+            try:
+                for managed in storages:
+                    storage = managed.storage()
+                    if storage is None or not managed.movable:
+                        continue
+                    was_away = managed.state == AWAY
+                    _bring(managed, other, makes_room=self)
+                    managed.pins += 1  # it is the other's no more
+                    own = self._clock.storages.track(storage, made=was_away)
+                    own.kind, own.lasts = managed.kind, managed.lasts
+                    if was_away:
+                        own.place = managed.place
+                    taken.append((managed, own))
+            except BaseException:
+                self._engine.drain()
+                for managed, own in sorted(taken, key=lambda pair: pair[1].state == AWAY):
+                    _bring(own, self, makes_room=other)  # for it those leave that are there
+                    managed.pins -= 1
+                raise
+            other._clock.stop()
+        other._bring_back()
 
     def __enter__(self) -> Offload:
         return self
@@ -492,8 +556,19 @@ class Offload:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else counted(self._steps, "step")
-        budget = format_bytes(self._engine.budget_bytes)
+        budget = format_bytes(self._budget_bytes)
         return f"<penstock.Offload on {self._device_name}, budget {budget}, {state}>"
+
+
+def _importance(managed: ManagedStorage) -> int:
+    kinds = (WEIGHT, GRADIENT, OPTIMIZER_STATE)
+    return kinds.index(managed.kind) if managed.kind in kinds else len(kinds)
+
+
+def _bring(managed: ManagedStorage, owner: Offload, makes_room: Offload) -> None:
+    """Bring back what is away, below the budget of another run. The locks of both are held."""
+    while managed.state == AWAY and not owner._device.bring_back(managed):
+        makes_room._engine.make_some_room(managed.size_bytes)
 
 
 def _drop_failed_backward() -> None:

@@ -57,6 +57,7 @@ class StorageAccess:
     ) -> None:
         self._device, self._engine, self._storages = device, engine, storages
         self._recomputation, self._interrupts, self._end_kernel = recomputation, interrupts, end_kernel
+        self._addressed: dict[ManagedStorage, None] = {}
 
     @contextlib.contextmanager
     def present(
@@ -99,6 +100,39 @@ class StorageAccess:
                     if not within:
                         self._end_kernel()
 
+    def hold_addresses(self, storages: Sequence[Storage]) -> None:
+        """The program takes their addresses, and may write there: until `let_addresses_go` they are on the
+        device, and stay where they are."""
+        storages = [storage for storage in storages if self._device.has(storage)]
+        if not storages:
+            return
+        with self._interrupts, self._engine.lock:
+            self._storages.remove_dead()
+            used = [part for storage in storages for part in self._movable(storage)]
+            # What is pinned is used by a kernel, which has said what it writes.
+            used = [m for m in dict.fromkeys(used) if not m.pins or m.state > LEAVING]
+            if not used:
+                return
+            comes = any(managed.state > LEAVING for managed in used)
+            for managed in used:
+                managed.pins += 1
+            try:
+                self._bring(used, storages)
+            except BaseException:
+                self._unpin(used)
+                raise
+            finally:
+                self._end_kernel()
+            self._addressed |= dict.fromkeys(used)
+        if comes:
+            self._device.synchronize()  # who uses the address may be no kernel
+
+    def let_addresses_go(self) -> None:
+        """With the engine's lock held."""
+        for managed in self._addressed:
+            managed.pins -= 1
+        self._addressed.clear()
+
     def _movable(self, storage: Storage) -> list[ManagedStorage]:
         """What can move of it: it, or its parts."""
         managed = self._storages.find(storage)
@@ -136,6 +170,7 @@ class StorageAccess:
         elif self._device.empties_storages:
             methods |= _methods_of_empty_storages(self)
             replace(undo, torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
+            replace(undo, torch.Tensor, "data_ptr", self._addressing(torch.Tensor.data_ptr))
         for name, method in methods.items():
             replace(undo, Storage, name, method)
 
@@ -147,6 +182,19 @@ class StorageAccess:
                 return text(tensor, *args, **kwargs)
 
         return text_of
+
+    def _addressing(self, address: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+        """In the place of Tensor.data_ptr. Who asks may use the address, or compare it with that of a view,
+        which brings the tensor back, so it is the one that the bytes have."""
+
+        @functools.wraps(address)
+        def data_ptr(tensor: torch.Tensor) -> int:
+            # Kernels, which run below the mode, have what they use, and ask often.
+            if torch._C._len_torch_dispatch_stack() or not _has_bytes(tensor):
+                self.hold_addresses(storages_in(tensor))
+            return address(tensor)
+
+        return data_ptr
 
     def _resizing(self, resized: Callable[[ManagedStorage], None]) -> Callable[[Storage, int], Storage]:
         """In the place of UntypedStorage.resize_: FSDP2 frees gathered parameters with it, and allocates them
@@ -221,6 +269,12 @@ class StorageAccess:
                             self._storages.track(storage)
 
         return shared
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # it has no storage
+        return held_bytes(tensor.untyped_storage()) > 0
+    return True
 
 
 def _methods_of_empty_storages(access: StorageAccess) -> dict[str, Callable[..., Any]]:

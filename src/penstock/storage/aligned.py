@@ -64,6 +64,10 @@ class AlignedBuffer:
             with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
                 self._mapping.madvise(mmap.MADV_HUGEPAGE, self._skipped, whole_bytes)
 
+    def discard(self) -> None:
+        """Give the memory to the system. Who still uses it finds zeros."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def view(self) -> memoryview:
         """All bytes, writable. It keeps the memory."""
         return memoryview(self._mapping)[self._skipped : self._skipped + self.size_bytes]

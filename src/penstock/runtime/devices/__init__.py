@@ -305,7 +305,13 @@ class Device(Protocol):
         ...
 
     def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
-        """The run is over: bring back what is away. False: some of it does not fit, and stays away."""
+        """The run is over: bring back what is away, in this order. False: some of it does not fit, and stays
+        away. With the engine's lock held where it `empties_storages`."""
+        ...
+
+    def bring_back(self, managed: ManagedStorage) -> bool:
+        """Bring back what is away, where it `empties_storages`; nothing leaves for it. False: it does not
+        fit. Raises SpillError. With the engine's lock held."""
         ...
 
     def close(self) -> None: ...

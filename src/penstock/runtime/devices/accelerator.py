@@ -80,7 +80,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 AWAY_TEXT = (
     "this tensor's bytes are away, below the device: they come back when an operator of the thread that "
-    "called penstock.offload uses it. Do not take its data_ptr(), and do not use it from other threads."
+    "called penstock.offload uses it. Do not take its address from C++, nor use it from other threads."
 )
 
 
@@ -669,43 +669,57 @@ class AcceleratorDevice:
     # -- the end -------------------------------------------------------------------------------
 
     def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
-        """The budget is over: everything comes back that the device has memory for."""
-        self._driver.limit(None)
+        """The budget is over: everything comes back that the device has memory for, in this order. Who uses
+        what does not has the memory of the device as the budget."""
+        assert self.engine is not None
+        self._reserved.end_budget()
         self._compaction.close()
-        over: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        left_bytes = 0
+        left_bytes, reason = 0, "the device has no memory for them"
         for managed in storages:
-            storage = managed.storage()
-            if storage is None or managed.state != AWAY:
+            if managed.state != AWAY:
                 self._free_copy(managed)
                 continue
-            error: object = "no memory"
-            is_compressed = managed.key not in self._packing.packed and self.packed_bytes(managed) > 0
-            for packed in (
-                (True, False) if is_compressed else (False,)
-            ):  # what is compressed is fetched first, and then expanded
-                error = "no memory"
+            try:
+                is_back = self.bring_back(managed)
+            except PenstockError as error:
+                is_back, reason = False, str(error)
+            if not is_back:
+                left_bytes += managed.size_bytes
+        if left_bytes:
+            self.engine.budget_bytes = self.memory.budget_bytes = self._reserved.budget_bytes
+            logger.warning(
+                "%s of tensors stay below the device, and come back when they are used: %s",
+                format_bytes(left_bytes),
+                reason,
+            )
+        return not left_bytes
+
+    def bring_back(self, managed: ManagedStorage) -> bool:
+        assert self.engine is not None
+        storage = managed.storage()
+        if storage is None:
+            return True
+        over: queue.SimpleQueue[PenstockError | None] = queue.SimpleQueue()
+        is_compressed = managed.key not in self._packing.packed and self.packed_bytes(managed) > 0
+        try:
+            for packed in (True, False) if is_compressed else (False,):  # it is fetched, and then expanded
                 if not self.prepare(managed, storage, packed):
-                    break
+                    return False
                 self.copy_in(managed, storage, 0, lambda error, _: over.put(error))
                 if (error := over.get()) is not None:
                     self.give_up(managed, storage)
-                    break
-            if error is None and self.engine is not None:
+                    raise error
+            self.engine.came_back_unasked(managed, clean=False)
+            self._free_copy(managed)
+        finally:
+            if is_compressed or managed.state == RESIDENT:
                 self.drop_packed(managed)
-                self.engine.came_back_unasked(managed, clean=False)
-                self._free_copy(managed)
-            if error is not None:
-                left_bytes += managed.size_bytes
-                logger.warning(
-                    "a tensor of %s stays below the device: %s", format_bytes(managed.size_bytes), error
-                )
-        return not left_bytes
+        return True
 
     def close(self) -> None:
         self._packing.close(CLOSE_TIMEOUT_S)
         self._compaction.close()
-        self._driver.limit(None)
+        self._reserved.end_budget()
         self._copies.close(CLOSE_TIMEOUT_S)
 
 

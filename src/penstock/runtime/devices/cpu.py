@@ -693,6 +693,9 @@ class CpuDevice:
         peak_bytes = arena.stats().peak_in_memory_bytes + self._fixed_bytes
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
+    def bring_back(self, managed: ManagedStorage) -> bool:
+        raise NotImplementedError  # the arena does it when it is touched
+
     def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""
         self._reader.shutdown()

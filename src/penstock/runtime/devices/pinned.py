@@ -75,3 +75,4 @@ class PinnedSlab:
         if self.is_pinned:
             self._page_unlock(self._buffer.address)
             self.is_pinned = False
+        self._buffer.discard()

@@ -77,6 +77,7 @@ class ReservedMemory:
         self.above_limit_bytes = 0
         self._beside_bytes = 0  # reserved for others when the step began
         self._peak_bytes = self.fragments_bytes = self.small_bytes = 0
+        self._has_ended = False
 
     @property
     def _foreign_reserved_bytes(self) -> int:
@@ -93,7 +94,16 @@ class ReservedMemory:
         return max(own_bytes - self.budget_bytes, 0)
 
     def set_limit(self) -> None:
-        self._driver.limit(self.limit_bytes)
+        if not self._has_ended:
+            self._driver.limit(self.limit_bytes)
+
+    def end_budget(self) -> None:
+        """From now on the budget is all that the device has for this process."""
+        if not self._has_ended:
+            self._driver.limit(None)
+        self._has_ended = True
+        left_bytes = self._driver.free_bytes + self._driver.memory().reserved_bytes
+        self.budget_bytes = max(left_bytes - self._foreign_reserved_bytes, 0)
 
     def take_over(self, size_bytes: int) -> None:
         """The run manages ``size_bytes`` more of what was allocated before it."""
