@@ -22,6 +22,7 @@ import penstock
 from penstock.capture.phases import OPTIMIZER_STATE, WEIGHT
 from penstock.runtime import open_runs
 from penstock.runtime.storage_methods import held_bytes
+from tests.device.test_what_is_away_is_whole import saved
 from tests.support.accelerator import wanted
 from tests.support.runs import ACCELERATED
 
@@ -57,13 +58,6 @@ def tensors(configure: Callable[..., None], tmp_path: Path) -> list[torch.Tensor
         made = [full(number) for number in range(COUNT)]
     assert COUNT // 4 <= sum(map(is_away, made)) < COUNT
     return made
-
-
-def saved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    file = io.BytesIO()
-    torch.save(tensors, file)
-    file.seek(0)
-    return torch.load(file, map_location="cpu")
 
 
 def as_safetensors(tensors: list[torch.Tensor], path: Path = Path("saved.safetensors")) -> list[torch.Tensor]:

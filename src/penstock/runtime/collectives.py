@@ -130,9 +130,8 @@ class Collectives:
         self._held.clear()  # they are held until it is done
         self._flights.append(flight)
         self._kernels.in_flight = True
-        if self._bytes > self.allowed_bytes:
-            self._device.poll()
         while (size_bytes := self._bytes) > self.allowed_bytes:
+            self._device.poll()
             if self._device.in_memory_bytes() + size_bytes <= self._budget_bytes or not self.wait():
                 break
 

@@ -80,14 +80,7 @@ class StorageAccess:
                 self._device.begin_kernel()
                 self._storages.remove_dead()
                 used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
-                for managed in used:
-                    managed.pins += 1
-                try:
-                    self._bring(used, written)
-                except BaseException:
-                    self._unpin(used)
-                    self._end_kernel()
-                    raise
+                self._pin(used, written)
             try:
                 if not launched:
                     self._device.synchronize()
@@ -114,15 +107,8 @@ class StorageAccess:
             if not used:
                 return
             comes = any(managed.state > LEAVING for managed in used)
-            for managed in used:
-                managed.pins += 1
-            try:
-                self._bring(used, storages)
-            except BaseException:
-                self._unpin(used)
-                raise
-            finally:
-                self._end_kernel()
+            self._pin(used, storages)
+            self._end_kernel()
             self._addressed |= dict.fromkeys(used)
         if comes:
             self._device.synchronize()  # who uses the address may be no kernel
@@ -145,6 +131,17 @@ class StorageAccess:
             for managed in self._movable(storage):
                 self._recomputation.will_write(managed)
                 self._engine.will_write(managed)
+
+    def _pin(self, used: list[ManagedStorage], written: Sequence[Storage]) -> None:
+        """They are on the device until `_unpin`."""
+        for managed in used:
+            managed.pins += 1
+        try:
+            self._bring(used, written)
+        except BaseException:
+            self._unpin(used)
+            self._end_kernel()
+            raise
 
     def _unpin(self, used: Iterable[ManagedStorage]) -> None:
         for managed in used:

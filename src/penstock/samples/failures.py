@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,6 @@ from penstock.storage.nvme.namespace import TargetError
 if TYPE_CHECKING:
     from penstock.samples.places import Place
 
-logger = logging.getLogger("penstock")
 
 _NO_STORE = "Give the folder of a store, or make one: penstock samples pack SOURCE DEST"
 _DISK = "Look at the disk's health (dmesg), or use another copy"

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import fcntl
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -18,8 +17,6 @@ from penstock.errors import installing
 from penstock.storage.aligned import align_down, align_up
 from penstock.storage.transfer import FOR_EVER_S, File, Transfer, TransportUnavailable, move_fully
 from penstock.storage.workers import Workers
-
-logger = logging.getLogger("penstock")
 
 THREADS = 8
 PIECE_BYTES = 4 << 20  # what kvikio itself makes of larger ones

@@ -15,8 +15,6 @@ from penstock.storage.gpudirect import GpuDirectTransport
 from penstock.storage.native import CopyTransport, NvmeSpillTransport, PosixTransport, UringTransport
 from penstock.storage.transfer import FOR_EVER_S, File, Transport, TransportUnavailable
 
-logger = logging.getLogger("penstock")
-
 # In order of preference where nothing is known. Each raises TransportUnavailable where it cannot work.
 # Adding one takes a file, a line here or in GPU_TRANSPORTS, and a pass of the contract suite.
 TRANSPORTS: dict[str, Callable[[], Transport]] = {

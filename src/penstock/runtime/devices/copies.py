@@ -260,16 +260,14 @@ class Copies:
     def _issue(self, out: bool, copy: Copy, stream: Any) -> tuple[Any, Any]:
         """Issue a copy between device and host. Returns the events at its begin and its end."""
         content = self._contents[out]
-        # The clock, where it saw these, could free what has died, and wait for the lock that is held here.
-        with torch._C._DisableTorchDispatch():
-            content.set_(copy.storage, copy.begin, (copy.size_bytes,), (1,))
-            try:
-                host = self.slab.tensor(copy.block, copy.size_bytes)
-                begun = self._times.record(stream)
-                self._driver.copy(*((host, content) if out else (content, host)), stream)
-                return begun, self._times.record(stream)
-            finally:
-                content.set_()  # else it kept the storage alive
+        content.set_(copy.storage, copy.begin, (copy.size_bytes,), (1,))
+        try:
+            host = self.slab.tensor(copy.block, copy.size_bytes)
+            begun = self._times.record(stream)
+            self._driver.copy(*((host, content) if out else (content, host)), stream)
+            return begun, self._times.record(stream)
+        finally:
+            content.set_()  # else it kept the storage alive
 
     def _move_disk(
         self,

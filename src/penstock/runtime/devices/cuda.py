@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from penstock.errors import DeviceUnavailable
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.driver import Memory
 from penstock.runtime.storage_methods import held_bytes, resize
-
-logger = logging.getLogger("penstock")
 
 # By the one, blocks are rounded otherwise; by the other, a segment that is free is given back.
 _UNLIKE_THE_MODEL = ("roundup_power2_divisions", "garbage_collection_threshold")

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -143,12 +143,6 @@ class _Queue:
         """It was added. The lock is held."""
         raise NotImplementedError
 
-    def _wait_for(self, waiting: Sized) -> bool:
-        """Block until something waits. False: the queue is closed. The lock is held."""
-        while not waiting and not self._closed:
-            self._changed.wait()
-        return len(waiting) > 0
-
     def close(self, timeout_s: float) -> None:
         """Serve what waits, then end the thread. Give up on a copy that hangs after ``timeout_s``."""
         with self._lock:
@@ -205,7 +199,9 @@ class CopyQueue(_Queue):
 
     def _next(self) -> tuple[int, int, Copy] | None:
         with self._lock:
-            if not self._wait_for(self._waiting):
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if not self._waiting:
                 return None
         self._wait_for_room()
         with self._lock:  # nobody else takes any
@@ -304,7 +300,8 @@ class StreamQueue(_Queue):
         copy.waits = False
         refused = None
         try:
-            # It may run on a thread of the program, whose dispatch modes must not see the copy.
+            # It may run on a thread of the program, whose dispatch modes must not see the copy: the clock
+            # could free what has died, and wait for the lock that is held here.
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._mark(copy):
                 for event in copy.ready:
                     self._stream.wait_event(event)

@@ -138,19 +138,10 @@ class Staging:
     # -- legs ----------------------------------------------------------------------------------
 
     def _cross_bus(self, chunk: _Chunk, over: Done) -> None:
-        copy = chunk.staged.copy
+        copy, extent = chunk.staged.copy, (chunk.begin, chunk.size_bytes)
         assert copy.storage is not None
         self._bus.put(
-            Copy(
-                copy.managed,
-                copy.storage,
-                chunk.buffer,
-                copy.ready,
-                over,
-                chunk.begin,
-                chunk.size_bytes,
-                True,
-            ),
+            Copy(copy.managed, copy.storage, chunk.buffer, copy.ready, over, *extent, at_once=True),
             chunk.staged.priority,
         )
 
