@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import InvalidArgument
+from penstock import samples
+from penstock.errors import InvalidArgument, SampleError
 from penstock.storage import objects
 from penstock.storage.objects import Bucket, ObjectError
 from tests.support.object_servers import ACCESS_KEY, S3, SECRET_KEY, HttpServer, free_ports
+from tests.support.stores import write_store
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
 
@@ -215,6 +218,35 @@ def test_a_forked_process_outlives_the_one_that_asks_for_it(served: HttpServer) 
     assert [queue.get(timeout=60) for _ in range(3)] == [b"\1\2"] * 3
     child.join(60)
     assert child.exitcode == 0
+
+
+def test_a_forked_process_that_may_not_start_another_says_so(tmp_path: Path) -> None:
+    write_store(tmp_path / "packed", [("a", b"abc")])
+    with (
+        HttpServer(tmp_path / "packed") as server,
+        samples.mount(server.url, cache_bytes="64KiB") as store,
+    ):
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.Queue[bytes] = context.Queue()
+
+        def without_files() -> None:
+            store.sequence()  # has its threads
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                store.bread(1)
+            except SampleError as error:
+                queue.put(str(error).encode())
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            queue.put(store.read(0))
+
+        child = context.Process(target=without_files)
+        child.start()
+        said = queue.get(timeout=60)
+        assert b"a forked process cannot start the one that asks for objects: [Errno 24]" in said
+        assert queue.get(timeout=60) == b"abc"
+        child.join(60)
+        assert child.exitcode == 0
 
 
 def test_without_the_extra_its_name_is_said() -> None:

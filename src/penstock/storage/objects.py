@@ -294,7 +294,12 @@ def _usable(bucket: Bucket) -> Any:
         return bucket._store
     with _starting:
         if _helper is None or _helper[0] != process or _helper[1].has_ended:
-            _helper = process, Helper()
+            try:
+                _helper = process, Helper()
+            except (OSError, RuntimeError) as error:  # of its limits
+                reason = f"a forked process cannot start the one that asks for objects: {error}"
+                number = getattr(error, "errno", None) or errno.EAGAIN
+                raise ObjectError(number, f"{bucket.url} cannot be used: {reason}", reason) from error
     return _Elsewhere(_helper[1], bucket.url, bucket._timeout_s)
 
 

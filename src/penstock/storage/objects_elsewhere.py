@@ -102,15 +102,16 @@ def serve(descriptor: int) -> None:
     """Carry out what comes over the socket, until it is closed."""
     from penstock.storage.objects import open_store
 
-    connection, lock = Connection(descriptor), threading.Lock()
+    connection, lock, opening = Connection(descriptor), threading.Lock(), threading.Lock()
     stores: dict[tuple[str, float], Any] = {}
 
     def carry_out(number: int, url: str, timeout_s: float, method: str, arguments: Any, options: Any) -> None:
         result: Any
         try:
-            store = stores.get((url, timeout_s))
-            if store is None:
-                store = stores[url, timeout_s] = open_store(url, timeout_s)
+            with opening:  # the first one also imports obstore
+                store = stores.get((url, timeout_s))
+                if store is None:
+                    store = stores[url, timeout_s] = open_store(url, timeout_s)
             result = getattr(store, method)(*arguments, **options)
             if method == "get":
                 result = Got({"size": result.meta["size"]}, bytes(result.buffer()))

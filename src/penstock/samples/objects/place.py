@@ -159,6 +159,9 @@ class ObjectPlace(Place):
             except ObjectError as error:
                 self._failure = error.reason
                 raise
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                raise
 
         def read_into(position: int, view: memoryview) -> None:
             if position + view.nbytes > info.size_bytes:
