@@ -203,12 +203,14 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address, bool held
   block.owned_bytes = owned;
   block.memory_bytes = memory;
   block.serial = stats_.serial = serial;
+  block.resets = resets_;
   const bool of_kernel = pthread_equal(kernel_thread_, this_thread()) != 0;
   block.pinned_tick = of_kernel ? tick_ : 0;
   block.holds = held || (of_kernel && holds_new_) ? 1 : 0;
   enter(block, &block);
   use_.add(block);
   stats_.in_use_bytes += size_bytes;
+  stats_.new_bytes += size_bytes;
   count_in(size_bytes);
   *address = frames_.base() + *offset;
   return Outcome::kDone;
@@ -265,6 +267,7 @@ std::vector<std::uintptr_t> Arena::divide(void* address, std::size_t part_bytes)
     part->offset = offset;
     part->parts = 0;
     part->foreign = block->foreign;
+    part->resets = block->resets;
     part->pinned_tick = block->pinned_tick;
     shrink(*part, part == others.back() ? left : part_bytes);
     enter(*part, part);
@@ -291,6 +294,7 @@ bool Arena::release(void* address) {
 
 void Arena::release(Block& block) {
   stats_.in_use_bytes -= block.requested_bytes;
+  if (block.resets == resets_) stats_.new_bytes -= block.requested_bytes;
   if (block.staging != nullptr) {
     auto& staging = stagings_.find(block.staging)->second;  // which somebody reads to
     forget_staging(staging);
@@ -352,7 +356,7 @@ void Arena::end(Block& block, bool has_memory) {
 }
 
 void Arena::note_peaks() {
-  stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
+  stats_.peak_new_bytes = std::max(stats_.peak_new_bytes, stats_.new_bytes);
   stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, in_memory_bytes());
   if (stats_.peak_in_memory_bytes > stats_.budget_bytes)
     stats_.over_budget_bytes =
@@ -420,7 +424,8 @@ void Arena::trim() {
 
 void Arena::reset_peak() {
   const Lock lock(mutex_);
-  stats_.peak_in_use_bytes = stats_.in_use_bytes;
+  ++resets_;
+  stats_.new_bytes = stats_.peak_new_bytes = 0;
   stats_.peak_in_memory_bytes = in_memory_bytes();
   stats_.peak_resident_bytes = held_bytes();
   stats_.over_limit_bytes = stats_.over_budget_bytes = 0;

@@ -37,7 +37,8 @@ inline constexpr std::uint64_t kUnlimited = std::numeric_limits<std::int64_t>::m
 
 struct ArenaStats {
   std::uint64_t in_use_bytes = 0;          // as requested, of the blocks alive
-  std::uint64_t peak_in_use_bytes = 0;     // since reset_peak
+  std::uint64_t new_bytes = 0;             // of these, of blocks allocated since reset_peak
+  std::uint64_t peak_new_bytes = 0;        // since reset_peak
   std::uint64_t resident_bytes = 0;        // memory held
   std::uint64_t peak_resident_bytes = 0;   // since reset_peak
   std::uint64_t limit_bytes = kUnlimited;  // what resident_bytes is kept below, where blocks allow it
@@ -341,6 +342,7 @@ class Arena {
   bool in_child_ = false;
   std::atomic<std::uint64_t> in_memory_bytes_{0};  // changed with the lock held
   ArenaStats stats_;  // but for what is counted elsewhere
+  std::uint64_t resets_ = 0;  // calls of reset_peak
 };
 
 // The lock is free in its scope.

@@ -275,7 +275,8 @@ std::size_t touch_blocks(std::span<const std::uintptr_t> addresses) {
 void bind_arena(nb::module_& module) {
   nb::class_<ArenaStats>(module, "ArenaStats", "Bytes an arena holds, and held at most since the last reset.")
       .def_ro("in_use_bytes", &ArenaStats::in_use_bytes)
-      .def_ro("peak_in_use_bytes", &ArenaStats::peak_in_use_bytes)
+      .def_ro("new_bytes", &ArenaStats::new_bytes)
+      .def_ro("peak_new_bytes", &ArenaStats::peak_new_bytes)
       .def_ro("resident_bytes", &ArenaStats::resident_bytes)
       .def_ro("peak_resident_bytes", &ArenaStats::peak_resident_bytes)
       .def_ro("limit_bytes", &ArenaStats::limit_bytes)

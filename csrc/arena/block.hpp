@@ -57,6 +57,7 @@ struct Block {
   std::size_t owned_bytes = 0;     // of addresses: in whole chunks if it has chunks of its own
   std::size_t memory_bytes = 0;    // while it is in memory: in whole grains if it has chunks of its own
   std::uint64_t serial = 0;
+  std::uint64_t resets = 0;  // of peaks, before it was allocated
   std::size_t parts = 1;  // of a divided block, all of which end together: so many from this one on; 0: another starts it
 
   Place place = Place::kIn;

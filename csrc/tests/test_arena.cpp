@@ -55,8 +55,25 @@ TEST(blocks_keep_their_bytes_whatever_the_limit) {
     arena.set_limits(limit, kUnlimited);
     use(arena, 1, 300);
     CHECK_EQUAL(arena.stats().in_use_bytes, 0u);
-    CHECK(arena.stats().peak_in_use_bytes > 0);
+    CHECK(arena.stats().peak_new_bytes > 0);
   }
+}
+
+TEST(what_was_there_before_is_no_part_of_the_new_peak) {
+  Arena arena(kReserveBytes);
+  auto* before = allocate(arena, 3 * kMiB);
+  arena.reset_peak();
+  auto* workspace = allocate(arena, 2 * kMiB);
+  auto* result = allocate(arena, kMiB);
+  arena.release(workspace);
+  arena.release(before);
+  CHECK_EQUAL(arena.stats().new_bytes, kMiB);
+  CHECK_EQUAL(arena.stats().peak_new_bytes, 3 * kMiB);
+  CHECK_EQUAL(arena.stats().in_use_bytes, kMiB);
+  arena.reset_peak();
+  arena.release(result);
+  CHECK_EQUAL(arena.stats().new_bytes, 0u);
+  CHECK_EQUAL(arena.stats().peak_new_bytes, 0u);
 }
 
 TEST(threads_share_an_arena) {

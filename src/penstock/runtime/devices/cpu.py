@@ -111,7 +111,6 @@ class CpuDevice:
         self._has_warned = False  # that something was left behind
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
         self._peak_bytes = 0
-        self._before_bytes = 0
         self.engine: CopyEngine | None = None
         self.storages: Storages | None = None
 
@@ -673,14 +672,13 @@ class CpuDevice:
     def begin_measuring(self) -> None:
         self._measure_peak()
         _native.arena_reset_peak()
-        self._before_bytes = arena.stats().in_use_bytes
 
     def end_measuring(self) -> None:
         pass
 
     def workspace_bytes(self) -> int:
-        stats = arena.stats()
-        return max(0, stats.peak_in_use_bytes - max(stats.in_use_bytes, self._before_bytes))
+        stats = arena.stats()  # not in use: a copy that ends releases what died before
+        return stats.peak_new_bytes - stats.new_bytes
 
     def synchronize(self) -> None:
         pass
