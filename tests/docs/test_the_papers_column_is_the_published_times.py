@@ -1,4 +1,4 @@
-"""What docs/papers.md says of G10's figures, computed again from the times that its artifact publishes."""
+"""What docs/papers.md says of G10's figures, computed again from the results that its artifact publishes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.artifact import published
-from tests.support.traces import G10_DATA
+from tests.support import traces
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "g10" / "published.json").read_text())
-IDEAL_S = {
+PUBLISHED: dict[str, Any] = json.loads(traces.PUBLISHED.read_text())
+IDEAL_S = PUBLISHED["ideal_s"] | {
     model: times["ideal"] for figure in ("fig11", "fig15_batch") for model, times in PUBLISHED[figure].items()
 }
 MEAN = "figure 11: speed over ideal, geometric mean"
@@ -41,12 +40,6 @@ def over_ideal(figure: str) -> Iterator[tuple[str, float | None]]:
             yield model, times["prefetch_lru"] if isinstance(times, dict) else times
 
 
-def ideal_s(model: str) -> float:
-    if model not in IDEAL_S:
-        IDEAL_S[model] = published.trace(G10_DATA / f"{model}.json.gz").ideal_s
-    return IDEAL_S[model]
-
-
 def mean(values: Iterable[float]) -> tuple[int, float]:
     logarithms = [log(value) for value in values]
     return len(logarithms), exp(sum(logarithms) / len(logarithms))
@@ -57,10 +50,7 @@ def mean(values: Iterable[float]) -> tuple[int, float]:
     [(MEAN, "fig11"), ("figure 15", "fig15_batch"), ("figure 16", "fig16_host"), ("figure 18", "fig18_ssd")],
 )
 def test_shares_of_the_ideal(claim: str, figure: str) -> None:
-    cells = [(model, time_s) for model, time_s in over_ideal(figure) if time_s]
-    if missing := {m for m, _ in cells if m not in IDEAL_S and not (G10_DATA / f"{m}.json.gz").exists()}:
-        pytest.skip(f"the traces of {', '.join(sorted(missing))} are not here: see PENSTOCK_G10_DATA")
-    count, found = mean(ideal_s(model) / time_s for model, time_s in cells)
+    count, found = mean(IDEAL_S[model] / time_s for model, time_s in over_ideal(figure) if time_s)
     assert rows()[claim] == (count, pytest.approx(found, abs=5e-4))
 
 
@@ -69,3 +59,14 @@ def test_speed_over_other_systems(claim: str, system: str) -> None:
     times = [cell for cell in PUBLISHED["fig11"].values() if cell[system]]
     count, found = mean(cell[system] / cell["prefetch_lru"] for cell in times)
     assert rows()[f"speed over {claim}, figure 11"] == (count, pytest.approx(found, abs=5e-3))
+
+
+@pytest.mark.parametrize(
+    ("claim", "system"),
+    [("DeepUM+'s writes to the SSD over G10's, figure 14", "deepUM"), ("FlashNeuron's", "FlashNeuron")],
+)
+def test_bytes_that_wear_the_ssd(claim: str, system: str) -> None:
+    cells = [cell for model, cell in PUBLISHED["fig14_ssd_writes"].items() if model != "note"]
+    written = [cell for cell in cells if cell[system] is not None]
+    found = sum(cell[system] for cell in written) / sum(cell["prefetch_lru"] for cell in written)
+    assert rows()[claim] == (len(written), pytest.approx(found, abs=5e-3))

@@ -21,7 +21,8 @@ from penstock.core.trace import Trace, Variant
 
 PAGE = 4096
 
-# Published traces and results: beside the repository, or where the environment says.
+# Published results: in the repository. Published traces: beside it, or where the environment says.
+PUBLISHED = Path(__file__).parents[1] / "data" / "g10" / "published.json"
 G10_DATA = Path(os.environ.get("PENSTOCK_G10_DATA", Path(__file__).parents[3] / "shared" / "data" / "g10"))
 needs_g10_data = pytest.mark.skipif(
     not G10_DATA.is_dir(), reason=f"no published traces in {G10_DATA}: set PENSTOCK_G10_DATA to their folder"
@@ -30,7 +31,7 @@ needs_g10_data = pytest.mark.skipif(
 
 def published_times(figure: str) -> dict[str, dict[str, float | None]]:
     """[case][system] seconds an iteration in one of G10's figures, None where the system failed."""
-    times: dict[str, dict[str, float | None]] = json.loads((G10_DATA / "published.json").read_text())[figure]
+    times: dict[str, dict[str, float | None]] = json.loads(PUBLISHED.read_text())[figure]
     return times
 
 
