@@ -231,6 +231,27 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
+// Operators on lists: the composite kernel, which is the CPU's, calls an operator for each tensor.
+void on_lists(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  OnLists scope;
+  op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
+}
+
+const bool lists_registered = [] {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>;
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::_foreach_", 0)) continue;
+    auto op = dispatcher.findSchema(name);
+    if (op && op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) &&
+        !op->hasKernelForDispatchKey(DispatchKey::CPU))
+      registrations->push_back(dispatcher.registerImpl(name, DispatchKey::PrivateUse1,
+                                                       c10::KernelFunction::makeFromBoxedFunction<&on_lists>(),
+                                                       std::nullopt, nullptr, "emu"));
+  }
+  return true;
+}();
+
 // Operators that have a composite kernel beside the CPU's own would take that one: other sums, other bits.
 const bool registered = [] {
   auto& dispatcher = c10::Dispatcher::singleton();

@@ -69,6 +69,13 @@ void begin_host_wait(const Moment& moment);
 void end_host_wait(const Moment& moment);  // once it is really reached: the clock is there then
 void let_helpers_catch_up();
 
+// This thread's kernels, while one is alive, are those of an operator on lists, which CUDA launches for many tensors at
+// once: ATen/native/cuda/MultiTensorApply.cuh.
+struct OnLists {
+  OnLists();
+  ~OnLists();
+};
+
 // Waits of this thread, while one is alive, happen since there is no room.
 struct WaitsForRoom {
   WaitsForRoom();
