@@ -306,6 +306,7 @@ void bind_nvme(nb::module_& module) {
           released)
       .def("counters", &counters)
       .def("last_loss", [](PyController& self) { return self.past().last_loss(); })
+      .def("late_s", [](PyController& self) { return self.get().late_s(); })
       .def("close", &PyController::close, nb::arg("timeout_s") = 5.0);
   nb::class_<PyServer>(module, "NvmeServer", "A target of NVMe/TCP that gives files to read, as one namespace.")
       .def("__init__", &construct_server, nb::arg("listener"), nb::kw_only(), nb::arg("subsystem_nqn"),

@@ -355,6 +355,12 @@ std::string Controller::last_loss() {
   return loss_;
 }
 
+double Controller::late_s() {
+  const std::lock_guard lock(mutex_);
+  if (!lost_write_) return 0;
+  return std::max(0.0, facts_.quiesce_s - std::chrono::duration<double>(Clock::now() - *lost_write_).count());
+}
+
 std::vector<std::uint32_t> Controller::namespaces() {
   const auto found = std::make_shared<std::vector<std::uint32_t>>();
   run_job([this, found] { *found = association_->namespaces(deadline(options_.command_timeout_s)); });
@@ -437,6 +443,11 @@ void Controller::give_back(IoClient& client, std::uint64_t generation, std::uniq
   if (generation != generation_ || state_ != State::up) return;
   queue_pool_.give_back(client, std::move(channel));
   call_thread();
+}
+
+void Controller::expect_late_write() {
+  const std::lock_guard lock(mutex_);
+  lost_write_ = Clock::now();
 }
 
 void Controller::remove_client(const std::shared_ptr<IoClient>& client) {

@@ -60,6 +60,8 @@ class Controller : public std::enable_shared_from_this<Controller> {
   Handle open_namespace(std::uint32_t nsid, std::optional<std::uint64_t> encrypted_from = std::nullopt);
   void close_namespace(Handle handle);
   std::string last_loss();
+  // So long, a write that was lost may land yet, of whatever used the association.
+  double late_s();
   Counters counters;
 
   // For Ios.
@@ -73,6 +75,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
   std::string why_down();
   void reconnect_now();  // without the pause before the next attempt: somebody waits
   void report_loss(std::uint64_t generation, Kind kind, std::string_view why);
+  void expect_late_write();
   void wake_by(Clock::time_point time);  // Ios that have something under way
   std::uint32_t most_command_bytes(const Namespace& name_space) const;
   // Before a command that ended with this status for the so manieth time is sent again.
@@ -121,6 +124,7 @@ class Controller : public std::enable_shared_from_this<Controller> {
   std::exception_ptr reported_, start_error_;
   std::string loss_, last_attempt_;
   Clock::time_point down_since_{}, given_up_before_{};
+  std::optional<Clock::time_point> lost_write_;  // the last
   QueuePool queue_pool_;
   std::list<std::shared_ptr<Job>> jobs_;
   std::set<Handle> opened_;

@@ -579,6 +579,8 @@ void NvmeIo::drop_queues(Target& target) {
 void NvmeIo::close(Queue& queue) {
   queue.closing = true;
   queue.channel->shut_down();
+  if (std::ranges::any_of(queue.under_way, [](auto* part) { return part->command.direction == Direction::to_controller; }))
+    queue.target->controller->expect_late_write();
   close_if_quiet(queue);
 }
 

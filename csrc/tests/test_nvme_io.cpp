@@ -130,8 +130,10 @@ TEST(a_write_that_may_land_again_says_so) {
       return finished.front().unsettled;
     };
     CHECK(!unsettled(true));
+    CHECK_EQUAL(opened.controller->late_s(), 0.0);
     server.holds = true;
     CHECK(unsettled(true));
+    CHECK(opened.controller->late_s() > 0);
     CHECK(!unsettled(false));
     std::fill(memory.begin(), memory.end(), std::byte{2});
     CHECK(!unsettled(true));

@@ -23,7 +23,7 @@ from penstock.samples.remote.upload import Upload, local_store, upload_to
 from penstock.storage.nvme.namespace import Namespace
 from penstock.storage.nvme.url import parse_url
 from tests.support.nvme_target.process import Target
-from tests.support.remote_stores import MIB, TIMEOUT_S, image_of, serving, url_of
+from tests.support.remote_stores import MIB, TIMEOUT_S, Clock, image_of, serving, url_of
 from tests.support.sample_stores import epoch, some_samples
 from tests.support.stores import extract_namespace, read_store, write_store
 
@@ -152,7 +152,10 @@ def test_closing_does_not_wait_for_a_lost_target(targets: list[Target]) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_upload_goes_on(tmp_path: Path, how: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_upload_goes_on(
+    tmp_path: Path, how: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)
     samples = [(f"{index}", os.urandom(4000)) for index in range(9000)]
     write_fast(tmp_path / "store", samples)
     with serving(tmp_path, size_bytes=128 << 20) as target:
@@ -181,9 +184,12 @@ def test_a_killed_upload_goes_on(tmp_path: Path, how: int, capfd: pytest.Capture
 
 
 @pytest.mark.slow
-def test_an_upload_that_was_killed_at_any_write_goes_on(tmp_path: Path) -> None:
+def test_an_upload_that_was_killed_at_any_write_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the superblock, an extent, a note or the table: the target swallows that write, the uploader waits
     for its answer and is killed. What it had noted is not written again."""
+    Clock(monkeypatch)
     samples = [(f"{index}", os.urandom(40_000)) for index in range(120)]
     write_fast(tmp_path / "store", samples)
     local = local_store(tmp_path / "store")

@@ -19,7 +19,7 @@ from penstock.storage.nvme.contents import IN_USE, marker_of
 from penstock.storage.spill import SpillSpace
 from tests.nvme.test_tensors_are_spilled_to_remote_drives import Moved, there_and_back
 from tests.support.nvme_target.process import Target
-from tests.support.remote_stores import MIB, image_of, serving, url_of
+from tests.support.remote_stores import MIB, Clock, image_of, serving, url_of
 from tests.support.runs import check_same, family_training
 
 paging = pytest.mark.skipif(arena.unavailable() is not None, reason="no paging here")
@@ -59,7 +59,8 @@ def spilled(tmp_path: Path) -> bytes:
 
 @paging
 @pytest.mark.parametrize("lose", ["nothing", "a connection"])
-def test_training_has_the_same_bits(target: Target, lose: str) -> None:
+def test_training_has_the_same_bits(target: Target, lose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)  # each run loses writes
     if lose == "a connection":
         target.fault("reset", "write", after=20)
     written = arena.stats().swapped_out_bytes

@@ -22,12 +22,11 @@ from penstock.samples import upload, verify
 from penstock.storage import region
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
-from penstock.storage.nvme import lease
 from penstock.storage.nvme.contents import own_marker
 from penstock.storage.spill import SpillSpace, Transfer
 from tests.support.checked import checked_run
 from tests.support.nvme_target.process import Target
-from tests.support.remote_stores import MIB, image_of, serving, url_of
+from tests.support.remote_stores import MIB, Clock, image_of, serving, url_of
 from tests.support.runs import (
     Bits,
     Step,
@@ -184,18 +183,6 @@ def test_an_extent_is_written_in_its_own_place_again_once_nothing_can_land(
         assert space.used_bytes == 0
 
 
-def test_the_next_run_waits_until_nothing_can_land(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SpillSpace(url_of(target)) as space:
-        target.fault("hold", "write")
-        moved(space, "write", space.allocate(BLOCK), b"\1" * BLOCK)
-    naps_s: list[float] = []
-    monkeypatch.setattr(lease.time, "sleep", naps_s.append)
-    for most_s in (3 * 15 + 10 + 1, lease._OTHERS_S):  # the second has nothing to wait for
-        with SpillSpace(url_of(target)):
-            assert most_s - 5 < max(naps_s) <= most_s
-        naps_s.clear()
-
-
 FORKING = """
 import os, sys
 import torch, penstock
@@ -313,7 +300,8 @@ def test_only_an_open_space_keeps_others_off(target: Target, tmp_path: Path) -> 
         upload(tmp_path / "store", url_of(target))
 
 
-def test_a_process_that_was_killed_keeps_nobody_off(target: Target) -> None:
+def test_a_process_that_was_killed_keeps_nobody_off(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
     program = (
         "import os, sys; from penstock.storage.spill import SpillSpace; SpillSpace(sys.argv[1]); "
         "os.kill(os.getpid(), 9)"

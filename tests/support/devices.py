@@ -19,7 +19,7 @@ class MemoryDevice:
     def __init__(self, size_bytes: int, block_bytes: int = 512, content: bytes = b"") -> None:
         assert size_bytes % block_bytes == 0
         self.size_bytes, self.block_bytes = size_bytes, block_bytes
-        self.longest_request_s = self.quiesce_s = 0.0
+        self.longest_request_s = self.quiesce_s = self.late_s = 0.0
         self.content = bytearray(content.ljust(size_bytes, b"\0"))
         self.writes = 0
         self.fails_at: int | None = None  # that many writes and flushes from the beginning on

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from penstock.samples.remote import upload
+from penstock.storage.nvme import lease
 from tests.support.nvme_target.process import NQN, Namespace, Subsystem, Target
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0  # of a mount: short enough for a test to wait for
+
+
+class Clock:
+    """Stands for that by which writers wait for each other. It goes on while one sleeps, at once.
+
+    slept_s  by all of them
+    at_nap   is called in each sleep
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slept_s = self._asked_s = 0.0
+        self.at_nap: Callable[[], object] = lambda: None
+        begun_s = time.monotonic()
+        for module in (lease, upload):
+            monkeypatch.setattr(module, "monotonic", lambda: begun_s + self.slept_s)
+            monkeypatch.setattr(module, "sleep", self._sleep)
+
+    def waited_s(self) -> float:
+        """What they slept since this was asked last, but for the moment that one who begins sleeps."""
+        slept_s, self._asked_s = self.slept_s - self._asked_s, self.slept_s
+        return round(slept_s - lease._OTHERS_S, 3)
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+        self.at_nap()
 
 
 def image_of(folder: Path, number: int = 0) -> Path:

@@ -109,7 +109,7 @@ class HostMemory:
         error.errno = failed.error_number
         return error
 
-    def close(self, late_s: float = 0.0) -> None:
+    def close(self) -> None:
         """Give the memory back. Idempotent."""
         self._mapping.close()
         self._open.close()

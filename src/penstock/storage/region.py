@@ -97,7 +97,7 @@ class SpillFile:
         error.errno = failed.error_number
         return error
 
-    def close(self, late_s: float = 0.0) -> None:
+    def close(self) -> None:
         """Free the space. Idempotent."""
         self._open.close()
         self.file = self._open.file
@@ -243,9 +243,8 @@ class Region:
         return next(file for file in self.files if file.file == failed.file).failure(failed)
 
     def close(self) -> None:
-        late_s = max(self._late_s.values(), default=0.0) - monotonic()
         for file in self.files:
-            file.close(min(max(late_s, 0.0), file.quiesce_s))
+            file.close()
 
     def _has_late_write(self, place: Extent) -> bool:
         """Whether an old write to the place may still be carried out."""

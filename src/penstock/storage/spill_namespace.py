@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.storage.aligned import align_down
 from penstock.storage.extents import ALIGNMENT_BYTES
-from penstock.storage.nvme.contents import HEAD_BYTES, SPILL_MAGIC, in_the_way, marker_of
-from penstock.storage.nvme.lease import Held, OwnMarker
+from penstock.storage.nvme.contents import HEAD_BYTES, SPILL_MAGIC, in_the_way
+from penstock.storage.nvme.lease import Held, Lease, wait_for_others
 from penstock.storage.nvme.namespace import Namespace, TargetError
 from penstock.storage.nvme.url import Url
 from penstock.storage.transfer import Transfer
@@ -19,7 +18,6 @@ from penstock.units import format_bytes, format_bytes_up
 logger = logging.getLogger("penstock")
 
 _SMALLEST_BYTES = HEAD_BYTES + (1 << 20)
-_LONGEST_WAIT_S = 300.0  # clocks of machines differ
 _SWAP_PARTS = 4  # one of so many is the arena's
 
 
@@ -99,17 +97,10 @@ class SpillNamespace:
     def quiesce_s(self) -> float:
         return self._namespace.quiesce_s
 
-    def close(self, late_s: float = 0.0) -> None:
-        """Say that the run has ended, and let go. Idempotent.
-
-        late_s   so long, what was lost may land yet: whoever comes next waits for it
-        """
+    def close(self) -> None:
+        """Say that the run has ended, and let go. Idempotent."""
         if self._namespace.is_usable:
-            until_s = int(time.time() + late_s) + 1 if late_s > 0 else 0
-            try:
-                self._own.write(self._own.marker._replace(state=until_s))
-            except TargetError as error:
-                logger.warning("%s still says that this run spills to it: %s", self.place, error)
+            self._lease.close()
         self._namespace.close()
 
     def _take(self) -> None:
@@ -132,24 +123,23 @@ class SpillNamespace:
                 f"the target of {self.place} grants too few I/O queues to spill to it: {namespace.queues}, "
                 f"and {needed} are needed. Have it grant more, or use a directory."
             )
+        self._refuse_others()
+        try:
+            wait_for_others(namespace, self.place.takeover)
+            self._refuse_others()  # as it is now
+            self._lease = Lease(namespace, SPILL_MAGIC)
+        except Held as held:
+            raise SpillError(f"{held}: use another namespace to spill to") from held
+
+    def _refuse_others(self) -> None:
         head = bytearray(HEAD_BYTES)
-        namespace.read_into(0, memoryview(head))
+        self._namespace.read_into(0, memoryview(head))
         if (obstacle := in_the_way(head, self.place.takeover)) is not None:
             raise SpillError(
                 f"tensors are not spilled to {self.place}: that would destroy what lies there, {obstacle}. "
                 "Use an empty namespace; if nobody needs this one, clear its first "
                 f"{format_bytes(HEAD_BYTES)}."
             )
-        last = marker_of(head)
-        wait_s = min(last.state - time.time(), _LONGEST_WAIT_S) if last is not None else 0.0
-        if wait_s > 0:
-            logger.info("waiting %.0f s: writes to %s of an earlier run may land yet", wait_s, self.place)
-            time.sleep(wait_s)
-        self._own = OwnMarker(namespace, SPILL_MAGIC)
-        try:
-            self._own.take()
-        except Held as held:
-            raise SpillError(f"{held}: use another namespace to spill to") from held
 
 
 def _unusable(url: Url, error: TargetError) -> SpillError:

@@ -9,6 +9,7 @@ import queue
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import monotonic, sleep
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import cannot_open, from_target
@@ -31,13 +32,13 @@ from penstock.samples.remote.local import LocalStore, Upload, local_store
 from penstock.samples.remote.store import read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c_at, crc32c_combine
-from penstock.storage.nvme.contents import HEAD_BYTES, IN_USE, WRITER_OFFSET, known_contents, marker_of
-from penstock.storage.nvme.lease import Held, Lease
+from penstock.storage.nvme.contents import HEAD_BYTES, WRITER_OFFSET, known_contents
+from penstock.storage.nvme.lease import Held, Lease, wait_for_others
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S, Namespace, TargetError
 from penstock.storage.nvme.url import parse_url
 from penstock.storage.objects import Bucket, is_object_url
 from penstock.storage.threads import in_parallel
-from penstock.units import format_bytes, format_bytes_up
+from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 logger = logging.getLogger("penstock")
 
@@ -82,7 +83,14 @@ def upload(
     local = local_store(store)
     try:
         with Namespace(parsed, timeout_s) as namespace:
-            return upload_to(namespace, str(parsed), local, overwrite=overwrite, progress=report)
+            return upload_to(
+                namespace,
+                str(parsed),
+                local,
+                overwrite=overwrite,
+                takeover=parsed.takeover,
+                progress=report,
+            )
     except TargetError as error:
         raise from_target(error, "The same upload goes on where this one stopped") from error
 
@@ -93,12 +101,14 @@ def upload_to(
     store: LocalStore,
     *,
     overwrite: bool = False,
+    takeover: bool = False,
     progress: Progress | None = None,
     extent_bytes: int = EXTENT_BYTES,
 ) -> Upload:
     """Write ``store`` onto ``device``; see `upload`.
 
     name          what errors and the result call the device
+    takeover      others on machines that give no sign have ended
     extent_bytes  what is written, and noted as written, at once: a multiple of 1 MiB
     """
     plan = plan_upload(store.sizes, extent_bytes=extent_bytes)
@@ -121,6 +131,7 @@ def upload_to(
         report(total_bytes, total_bytes)
     else:
         try:
+            wait_for_others(device, takeover)
             with Lease(device) as lease:
                 superblock, goes_on = _begin(device, name, fresh, overwrite)  # as it is now
                 if not superblock.complete:
@@ -158,11 +169,6 @@ def _begin(device: Namespace, name: str, fresh: Superblock, overwrite: bool) -> 
     if old is None:
         head = bytearray(HEAD_BYTES)
         device.read_into(0, memoryview(head))
-        run = marker_of(head)
-        if run is not None and run.state == IN_USE and run.is_here and run.runs:
-            raise SampleError(
-                f"{run.who} spills tensors to {name}: nothing was written. Give another namespace"
-            )
         if not overwrite and (there := known_contents(head)):
             raise SampleError(
                 f"{name} holds {there}: nothing was written. Give another namespace, or destroy what is "
@@ -200,6 +206,7 @@ class _Writer:
         self._block_bytes = max(device.block_bytes, SMALLEST_WRITE_BYTES)
         self._record = AlignedBuffer(align_up(max(self._superblock.progress_bytes, 1), self._block_bytes))
         self._buffers: queue.SimpleQueue[AlignedBuffer] = queue.SimpleQueue()
+        self._begun_s = 0.0  # when no superblock of the beginning can land any more
 
     def done(self) -> dict[int, int]:
         """CRC-32C of the extents that are durable already, by number; none where they cannot be trusted."""
@@ -222,6 +229,7 @@ class _Writer:
     def clear(self) -> None:
         """Begin: from here on nothing is left of what was there before."""
         self._write_superblock(self._superblock)
+        self._begun_s = monotonic() + self._device.late_s
         first, second = SUPERBLOCK_OFFSETS
         kept = (first, WRITER_OFFSET, second, HEAD_BYTES)  # blocks that are written by themselves
         for begin, end in itertools.pairwise(kept):
@@ -257,6 +265,13 @@ class _Writer:
                 raise InvalidFile(
                     f"{self._store.paths[file.name]} is damaged: its checksum is wrong. {AGAIN}"
                 )
+        if (left_s := self._begun_s - monotonic()) > 0:
+            logger.warning(
+                "waiting %s: a write to %s that was lost with its connection may land yet",
+                format_seconds(left_s),
+                self._name,
+            )
+            sleep(left_s)
         table = encoded_table(files)
         self._lease.check()
         self._write(self._superblock.table_offset, table)

@@ -2,8 +2,8 @@
 upload that it writes a store.
 
 A marker keeps others off, and lets somebody use a namespace that an earlier run left. It is no lock: who
-writes it reads it back a moment later, and of two that begin at once the later one stays. That of an upload
-is renewed while it lasts: `lease.py`.
+writes it reads it back a moment later, and of two that begin at once the later one stays. It is renewed while
+its writer lasts: `lease.py`.
 """
 
 from __future__ import annotations
@@ -63,23 +63,25 @@ def without_writer(head: bytes | bytearray) -> bytes | bytearray:
 
 MARKER_BYTES = 4096  # a multiple of every block that is spilled to
 
-IN_USE = 1
+ENDED, IN_USE = 0, 1
 _VERSION = 1
-_MARKER = struct.Struct("<16sII16s16sQQ64sI")  # then a CRC-32C of it; that of a run lacks the last number
-_SIZES = {SPILL_MAGIC: _MARKER.size - 4, WRITER_MAGIC: _MARKER.size}
+_MARKER = struct.Struct("<16sII16s16sQQ64sIII")  # then a CRC-32C of it
+
+held: set[bytes] = set()  # by `random`: of this process
 
 
 class Marker(NamedTuple):
     """Who spills, or uploads.
 
-    state          of a run `IN_USE`, and once it has ended time.time() until which a write of it may land,
-                   or 0; of an upload how often it was renewed, from 1 on
+    state          `IN_USE`, or `ENDED`
     random         16 bytes, of this run or upload alone
     place          16 bytes: the machine since it was started, and its container
     process        number of the process there
     started_ticks  when that began, as of /proc
     host           name of the machine, in at most 64 bytes, for messages
-    lease_s        of an upload that is not renewed for so long nothing can land any more
+    sign_s         when it was renewed last, or ended, by the monotonic clock of its machine
+    lease_s        of one in use that is not renewed for so long nothing can land any more
+    quiesce_s      so long after its end, what it wrote may land yet; 0 where all is known to have landed
     """
 
     state: int
@@ -88,7 +90,9 @@ class Marker(NamedTuple):
     process: int
     started_ticks: int
     host: bytes
+    sign_s: int = 0
     lease_s: int = 0
+    quiesce_s: int = 0
 
     @property
     def who(self) -> str:
@@ -104,26 +108,27 @@ class Marker(NamedTuple):
     @property
     def runs(self) -> bool:
         """Of one that is here."""
+        if self.process == os.getpid():
+            return self.random in held
         return self.started_ticks != 0 and _started_ticks(self.process) == self.started_ticks
 
     def encoded(self, magic: bytes = SPILL_MAGIC) -> bytes:
         """[4096 bytes]"""
-        packed = _MARKER.pack(magic, _VERSION, *self)[: _SIZES[magic]]
+        packed = _MARKER.pack(magic, _VERSION, *self)
         return (packed + struct.pack("<I", crc32c(packed))).ljust(MARKER_BYTES, b"\0")
 
 
 def marker_of(head: bytes | bytearray, magic: bytes = SPILL_MAGIC) -> Marker | None:
     """The marker that these bytes begin with; None where there is none, or it is damaged."""
-    size = _SIZES[magic]
-    packed, crc = head[:size], head[size : size + 4]
+    packed, crc = head[: _MARKER.size], head[_MARKER.size : _MARKER.size + 4]
     if len(crc) < 4 or not packed.startswith(magic) or crc != struct.pack("<I", crc32c(packed)):
         return None
-    _, version, *fields = _MARKER.unpack(packed.ljust(_MARKER.size, b"\0"))
+    _, version, *fields = _MARKER.unpack(packed)
     return Marker(*fields) if version == _VERSION else None
 
 
 def own_marker() -> Marker:
-    """Of this process, for one run."""
+    """Of this process, for one run or upload."""
     process, host = os.getpid(), socket.gethostname().encode()
     return Marker(IN_USE, os.urandom(16), _place(), process, _started_ticks(process), host)
 
@@ -139,7 +144,7 @@ def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
             return "a sample store"
     marker = marker_of(head)
     writer = marker_of(head[WRITER_OFFSET : WRITER_OFFSET + MARKER_BYTES], WRITER_MAGIC)
-    if writer is not None and (not writer.is_here or writer.runs):
+    if writer is not None and writer.state == IN_USE and (not writer.is_here or writer.runs):
         return f"a store that {writer.who} uploads"
     if marker is None:
         return known_contents(head)

@@ -101,6 +101,12 @@ class Namespace(Closing):
         self._is_open = True
 
     @property
+    def late_s(self) -> float:
+        """So long, what was lost with a connection, here or by another use of its subsystem, may land yet."""
+        self._check()
+        return self._controller.late_s()
+
+    @property
     def is_usable(self) -> bool:
         """It is open, in this process."""
         return self._is_open and self._process == os.getpid()

@@ -63,7 +63,7 @@ class Url:
     header_digest   ask for CRC-32C over what frames the data (hdgst), and over the data (ddgst)
     queues          I/O queues, each a TCP connection
     depth           commands in flight on each
-    takeover        spill to it although a run of another machine, which is gone, has not said that it ended
+    takeover        write to it although a run of another machine, which is gone, has not said that it ended
     encrypt         spilled tensors; None: where the host is another machine
     host_nqn        the name that this machine gives itself (hostnqn); None: see `this_host`
     fragment        what follows #, empty for all of it
