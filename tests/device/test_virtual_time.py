@@ -349,6 +349,17 @@ def test_other_kernels_take_their_bytes(emu: Any) -> None:
     assert took_ms == [4, 8, 4.004, 1]  # the last one: 40 + 200 + 200 bytes
 
 
+def test_kernels_on_lists_are_launched_together(emu: Any) -> None:
+    lists = [[torch.zeros(25, device="emu") for _ in range(72)] for _ in range(2)]
+    settled(emu)
+    begun_s = emu.now_s()
+    torch._foreach_add_(*lists)  # two launches of 36 tensors each: 0.1 to 1.1, and 35 times 0.3; and again
+    assert emu.now_s() - begun_s == approx_ms(0.2)
+    torch.accelerator.synchronize()
+    assert emu.now_s() - begun_s == approx_ms(0.1 + 2 * (1 + 35 * 0.3))
+    assert torch.equal(lists[0][71].cpu(), torch.zeros(25))
+
+
 def test_a_program_of_several_threads_has_one_clock(emu: Any) -> None:
     """Backward runs on a thread of autograd's."""
     weight = torch.ones(500, device="emu", requires_grad=True)
