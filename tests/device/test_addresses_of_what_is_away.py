@@ -1,4 +1,5 @@
-"""Tensor.data_ptr, in a run on an accelerator: the address that the bytes have, and keep for a while."""
+"""Addresses of tensors, in a run on an accelerator: that of the bytes, which they keep for a while, or for as
+long as another library has the memory."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.dlpack
 
 import penstock
 from penstock.runtime.storage_methods import held_bytes
@@ -103,6 +105,106 @@ def test_tensors_without_bytes_on_the_device(run: penstock.Offload) -> None:
     assert torch.empty(0, device=DEVICE).data_ptr() == 0
     tensor = torch.ones(3)
     assert tensor.data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_a_tensor_of_before_the_run_keeps_it_too(configure: Callable[..., None], tmp_path: Path) -> None:
+    tensor = full(3)
+    with penstock.offload(
+        device=DEVICE,
+        device_budget=BUDGET_BYTES,
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        host_budget="80MiB",
+    ):
+        address = tensor.data_ptr()
+        others = [tensor * 0, *(full(0) for _ in range(10))]
+        assert any(map(is_away, others)) and tensor.untyped_storage().data_ptr() == address
+
+
+def test_other_libraries_of_cuda_ask_for_it(run: penstock.Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tensor,) = away(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        found = tensor.view(512, 512)[8:].__cuda_array_interface__
+    others = [full(0) for _ in range(8)]
+    assert not is_away(tensor) and len(others) == 8
+    assert found["data"][0] == tensor.untyped_storage().data_ptr() + 8 * 512 * 4 and found["shape"] == (
+        504,
+        512,
+    )
+
+
+def exports() -> dict[str, Callable[[torch.Tensor], Any]]:
+    """As they are now: a run has others in their places."""
+    return {
+        "torch.to_dlpack": torch.to_dlpack,
+        "torch.utils.dlpack.to_dlpack": torch.utils.dlpack.to_dlpack,
+        "__dlpack__": lambda tensor: tensor.__dlpack__(),
+        "__dlpack__ of DLPack 1": lambda tensor: tensor.__dlpack__(max_version=(1, 0)),
+        "the tensor": lambda tensor: tensor,
+    }
+
+
+@pytest.mark.parametrize("how", exports())
+def test_another_library_has_the_memory_for_as_long_as_it_likes(
+    run: penstock.Offload, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "emu":  # of which torch knows the number only by its first name
+        number = torch.utils.dlpack.DLDeviceType.kDLExtDev, 0
+        monkeypatch.setattr(torch.Tensor, "__dlpack_device__", lambda tensor: number)
+    tensor = away(6)[5]
+    taken = torch.from_dlpack(exports()[how](tensor.view(512, 512)))
+    for _ in range(2):
+        with run.step():
+            others = [full(0) for _ in range(10)]
+            assert any(map(is_away, others)) and not is_away(tensor)
+    assert taken.data_ptr() == tensor.untyped_storage().data_ptr()
+    assert taken.shape == (512, 512) and taken.cpu().eq(5).all()
+    taken[0, 0] = 7
+    del taken, others
+    others = [full(0) for _ in range(8)]
+    assert is_away(tensor) and len(others) == 8
+    assert tensor[:3].tolist() == [7, 5, 5] and tensor[3:].cpu().eq(5).all()
+
+
+def test_more_than_the_budget_are_lent_one_by_one_but_not_at_once(run: penstock.Offload) -> None:
+    made = away(12)
+    for number, tensor in enumerate(made):
+        assert float(torch.from_dlpack(tensor.__dlpack__()).mean()) == number
+    with pytest.raises(penstock.BudgetTooSmall):
+        [tensor.__dlpack__() for tensor in made]
+    assert [float(tensor.mean()) for tensor in made] == list(range(12))
+
+
+@pytest.mark.parametrize("first", ["lent", "asked"])
+def test_an_address_holds_though_a_loan_ends(run: penstock.Offload, first: str) -> None:
+    (tensor,) = away(1)
+    if first == "lent":
+        lent = tensor.__dlpack__()
+    address = tensor.data_ptr()
+    if first == "asked":
+        lent = tensor.__dlpack__()
+    del lent
+    others = [full(0) for _ in range(8)]
+    assert tensor.untyped_storage().data_ptr() == address and len(others) == 8
+    with run.step():
+        others += [full(0) for _ in range(8)]
+    assert is_away(tensor)
+
+
+def test_a_loan_outlives_the_run(configure: Callable[..., None], tmp_path: Path) -> None:
+    with penstock.offload(
+        device=DEVICE,
+        device_budget=BUDGET_BYTES,
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        host_budget="80MiB",
+    ):
+        made = away(3)
+        taken = torch.from_dlpack(made[1].__dlpack__())
+    taken.add_(1)
+    del taken
+    assert [float(tensor.mean()) for tensor in made] == [0, 2, 2]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["in a run", "after it"])

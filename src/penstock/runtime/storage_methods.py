@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.utils.dlpack
 
 from penstock.capture.operators import storages_in
 from penstock.errors import BudgetTooSmall
@@ -40,6 +42,13 @@ _ACCESSES = {
     "copy_": True,
     "fill_": True,
 }
+# By which other libraries get a tensor's memory.
+_EXPORTS = (
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch._C, "_to_dlpack"),  # that of Tensor.__dlpack__, and the next one
+    (torch._C, "_to_dlpack_versioned"),
+)
 _NO_ADDRESS = 1 << 63  # no device has memory there
 
 
@@ -58,6 +67,7 @@ class StorageAccess:
         self._device, self._engine, self._storages = device, engine, storages
         self._recomputation, self._interrupts, self._end_kernel = recomputation, interrupts, end_kernel
         self._addressed: dict[ManagedStorage, None] = {}
+        self._lent: list[ManagedStorage] = []  # as often as it is
 
     @contextlib.contextmanager
     def present(
@@ -96,22 +106,50 @@ class StorageAccess:
     def hold_addresses(self, storages: Sequence[Storage]) -> None:
         """The program takes their addresses, and may write there: until `let_addresses_go` they are on the
         device, and stay where they are."""
+        self._addressed |= dict.fromkeys(self._give(storages, held=self._addressed))
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The program gives others the tensor's memory, and they may write there: until what is returned, of
+        the same memory, is gone, it is on the device, and stays where it is."""
+        lent = tensor.detach()
+        given = self._give(storages_in(tensor))
+        self._lent += given
+        weakref.finalize(lent, self._end_loan, given).atexit = False
+        return lent
+
+    def _end_loan(self, given: list[ManagedStorage]) -> None:
+        """On any thread, whatever it has locked."""
+        for managed in given:
+            managed.pins -= 1
+            self._lent.remove(managed)
+
+    def _give(
+        self, storages: Sequence[Storage], held: Container[ManagedStorage] = ()
+    ) -> list[ManagedStorage]:
+        """Pin what of them can move, but for what is held already, and count it as written."""
         storages = [storage for storage in storages if self._device.has(storage)]
         if not storages:
-            return
+            return []
         with self._interrupts, self._engine.lock:
             self._storages.remove_dead()
-            used = [part for storage in storages for part in self._movable(storage)]
-            # What is pinned is used by a kernel, which has said what it writes.
-            used = [m for m in dict.fromkeys(used) if not m.pins or m.state > LEAVING]
+            used = [part for storage in storages for part in self._storages.track(storage).parts()]
+            ours = (*self._addressed, *self._lent)
+            # What else is pinned is used by a kernel, which has said what it writes.
+            used = [
+                managed
+                for managed in dict.fromkeys(used)
+                if managed.movable
+                and managed not in held
+                and (not managed.pins or managed.state > LEAVING or managed in ours)
+            ]
             if not used:
-                return
+                return []
             comes = any(managed.state > LEAVING for managed in used)
             self._pin(used, storages)
             self._end_kernel()
-            self._addressed |= dict.fromkeys(used)
         if comes:
             self._device.synchronize()  # who uses the address may be no kernel
+        return used
 
     def let_addresses_go(self) -> None:
         """With the engine's lock held."""
@@ -168,6 +206,8 @@ class StorageAccess:
             methods |= _methods_of_empty_storages(self)
             replace(undo, torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
             replace(undo, torch.Tensor, "data_ptr", self._addressing(torch.Tensor.data_ptr))
+            for owner, name in _EXPORTS:
+                replace(undo, owner, name, self._exporting(getattr(owner, name)))
         for name, method in methods.items():
             replace(undo, Storage, name, method)
 
@@ -186,12 +226,20 @@ class StorageAccess:
 
         @functools.wraps(address)
         def data_ptr(tensor: torch.Tensor) -> int:
-            # Kernels, which run below the mode, have what they use, and ask often.
-            if torch._C._len_torch_dispatch_stack() or not _has_bytes(tensor):
+            if _is_of_program(tensor):
                 self.hold_addresses(storages_in(tensor))
             return address(tensor)
 
         return data_ptr
+
+    def _exporting(self, export: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of what makes a capsule of DLPack, which keeps the tensor that it is made of."""
+
+        @functools.wraps(export)
+        def exported(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return export(self.lend(tensor) if _is_of_program(tensor) else tensor, *args, **kwargs)
+
+        return exported
 
     def _resizing(self, resized: Callable[[ManagedStorage], None]) -> Callable[[Storage, int], Storage]:
         """In the place of UntypedStorage.resize_: FSDP2 frees gathered parameters with it, and allocates them
@@ -266,6 +314,11 @@ class StorageAccess:
                             self._storages.track(storage)
 
         return shared
+
+
+def _is_of_program(tensor: torch.Tensor) -> bool:
+    """Whoever asks. Kernels, which run below the mode, have what they use, and ask often."""
+    return bool(torch._C._len_torch_dispatch_stack()) or not _has_bytes(tensor)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
