@@ -21,8 +21,11 @@ import torch.nn.functional as F
 import penstock
 from penstock.capture.compiler import backend
 from penstock.runtime.devices.accelerator import AWAY_TEXT
+from penstock.runtime.devices.cuda import CudaDriver, access_errors
+from penstock.runtime.devices.drivers import DRIVERS
 from penstock.runtime.storage_methods import held_bytes
 from tests.support.accelerator import NOT_REHEARSED, wanted
+from tests.support.access_errors import AccessErrors
 from tests.support.families import FAMILIES, _Gpt
 from tests.support.runs import offload
 
@@ -243,8 +246,22 @@ def test_a_budget_that_holds_everything_moves_nothing(tmp_path: Path, machine: p
     assert report.evicted_bytes == 0
 
 
-@on_cuda(reason=NOT_REHEARSED + "guards of accesses, which builds of torch for CUDA have")
-def test_access_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardware) -> None:
+@pytest.fixture
+def guarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """Elsewhere than on CUDA torch's guards of accesses are built for the test."""
+    if DEVICE != "cuda":
+        record_property("not rehearsed", "guards of accesses, which builds of torch for CUDA have")
+        AccessErrors(tmp_path).install(monkeypatch)
+        driver: Any = DRIVERS[DEVICE]
+        monkeypatch.setattr(driver, "set_access_error", CudaDriver.set_access_error)
+        guard = staticmethod(access_errors(torch.device(DEVICE)))
+        monkeypatch.setattr(driver, "_set_access_error", guard, raising=False)
+
+
+@pytest.mark.usefixtures("guarded")
+def test_access_from_cpp_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardware) -> None:
     options = tier_options("host", tmp_path, machine)
     with offload(device=DEVICE, device_budget=32 * MIB, **options) as run:
         tensors = [torch.full((MIB,), float(index), device=DEVICE) for index in range(16)]  # 4 MiB each
@@ -252,9 +269,11 @@ def test_access_to_what_is_away_raises(tmp_path: Path, machine: penstock.Hardwar
         assert away
         if run._device._driver._set_access_error is None:
             pytest.skip("this torch cannot have accesses raise")
+        address_in_cpp = torch._C.TensorBase.data_ptr
         with pytest.raises(RuntimeError) as refused:
-            away[0].data_ptr()
+            address_in_cpp(away[0])
         assert AWAY_TEXT in str(refused.value)
+        assert away[0].data_ptr() == address_in_cpp(away[0]) != 0  # that of Python brings it back
         assert [float(tensor.mean()) for tensor in tensors] == list(map(float, range(16)))
 
 
