@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import penstock
 from penstock.runtime.storage_methods import held_bytes
@@ -70,6 +71,72 @@ STORAGE_ACCESSES: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] 
 def test_accesses_to_its_storage_bring_it_back(tensors: list[torch.Tensor], how: str) -> None:
     found = STORAGE_ACCESSES[how](tensors)
     assert [bool((tensor == number).all()) for number, tensor in enumerate(found)] == [True] * COUNT
+
+
+def test_its_text_has_its_numbers(tensors: list[torch.Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+    expected = [
+        f"{torch.full((MIB // 4,), float(number))}".replace(")", f", device='{DEVICE}:0')")
+        for number in range(COUNT)
+    ]
+    assert [repr(tensor) for tensor in tensors] == expected
+    assert not held_bytes(tensors[0].untyped_storage())
+    print(tensors[0], f"{tensors[1]}", sep="\n")
+    assert capsys.readouterr().out == f"{expected[0]}\n{expected[1]}\n"
+    assert f"{tensors[2][7]:.1f} {tensors[3][7]}" == "2.0 3.0"
+
+
+READ_BY_A_WORKER: dict[str, Callable[[torch.Tensor], object]] = {
+    "an element": lambda tensor: tensor[3],
+    "a kernel": lambda tensor: (tensor + 1).tolist(),
+    "its text": repr,
+    "torch.save": lambda tensor: saved([tensor]),
+    "its address": lambda tensor: tensor.data_ptr(),
+    "DLPack": lambda tensor: tensor.__dlpack__(),
+    "its size": lambda tensor: tensor.untyped_storage().nbytes(),
+    "bytes": lambda tensor: bytes(tensor.untyped_storage().cpu()),
+}
+
+
+class Read:
+    """A data set of what a worker finds by each."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.plain = tensor, torch.arange(3.0)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        found = {"another tensor": f"{self.plain} {saved([self.plain])}"}
+        for name, read in READ_BY_A_WORKER.items():
+            try:
+                found[name] = f"read: {read(self.tensor)}"
+            except (RuntimeError, penstock.InvalidArgument) as refused:
+                found[name] = str(refused)
+        return found
+
+
+@pytest.mark.parametrize("host_budget", ["128MiB", "64MiB"], ids=["host", "disk"])
+def test_a_worker_made_by_fork_is_refused(
+    configure: Callable[..., None], tmp_path: Path, host_budget: str
+) -> None:
+    with penstock.offload(
+        device=DEVICE,
+        device_budget=8 * MIB,
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+        host_budget=host_budget,
+    ):
+        made = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
+        assert not held_bytes(made[0].untyped_storage())
+        loader = DataLoader(Read(made[0]), None, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+        (found,) = loader
+        plain = torch.arange(3.0)
+        assert found.pop("another tensor") == f"{plain} {[plain]}"
+        assert not any(text.startswith("read:") for text in found.values()), found
+        del found["an element"], found["a kernel"]  # torch refuses these
+        assert all("made by fork" in text for text in found.values()), found
+        assert [float(tensor.mean()) for tensor in made] == list(map(float, range(COUNT)))
 
 
 def test_a_state_larger_than_the_budget_is_loaded_inside(

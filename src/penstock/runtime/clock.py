@@ -168,6 +168,13 @@ class Clock(TorchDispatchMode):
             self.__exit__(None, None, None)
         self._kernels.entered = False
 
+    def leave_to_parent(self) -> None:
+        """In a process made by fork: see no more. What reads storages of an accelerator is refused."""
+        if self._device.empties_storages:
+            self._access.leave_to_parent()
+            self._replaced.pop_all()
+        self.stop()
+
     def linger(self, all_is_back: Callable[[], None]) -> None:
         """After the run: see on, and call this after an operator when nothing is away any more."""
         self._all_is_back = all_is_back

@@ -18,10 +18,11 @@ lingering: list[Offload] = []  # closed, with tensors that are away, or may be
 
 
 def _leave_to_parent() -> None:
-    """In a process made by fork: copies are the parent's. What is away is read here when it is touched."""
+    """In a process made by fork: copies are the parent's. What is away is read here when it is touched, on a
+    CPU."""
     for run in (*opened, *lingering):
         run._closed = True
-        run._clock.stop()
+        run._clock.leave_to_parent()
     opened.clear()
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.utils.dlpack
 
 from penstock.capture.operators import storages_in
-from penstock.errors import BudgetTooSmall
+from penstock.errors import BudgetTooSmall, InvalidArgument
 from penstock.runtime.storages import LEAVING, ManagedStorage, Storages
 from penstock.runtime.torch_patches import replace
 
@@ -65,7 +65,8 @@ class StorageAccess:
         end_kernel: Callable[[], None],
     ) -> None:
         self._device, self._engine, self._storages = device, engine, storages
-        self._recomputation, self._interrupts, self._end_kernel = recomputation, interrupts, end_kernel
+        self._recomputation, self._end_kernel = recomputation, end_kernel
+        self._interrupts: Interrupts | _Refused = interrupts  # first of all in each access
         self._addressed: dict[ManagedStorage, None] = {}
         self._lent: list[ManagedStorage] = []  # as often as it is
 
@@ -84,6 +85,10 @@ class StorageAccess:
         launched   by work for this thread's stream, which waits for what comes
         """
         used: list[ManagedStorage] = []
+        storages = [storage for storage in storages if self._device.has(storage)]
+        if not storages:
+            yield
+            return
         with self._interrupts:
             with self._engine.lock:
                 within = self._engine.memory.reserved_bytes  # of a kernel that does this
@@ -188,10 +193,16 @@ class StorageAccess:
 
     def away_bytes(self, storage: Storage) -> int:
         """That the storage has when it is on the device; 0: there it is."""
-        with self._engine.lock:
+        if not self._device.has(storage):
+            return 0
+        with self._interrupts, self._engine.lock:
             self._storages.remove_dead()
             managed = self._storages.find(storage)
             return managed.size_bytes if managed is not None and managed.state > LEAVING else 0
+
+    def leave_to_parent(self) -> None:
+        """In a process made by fork, where the engine's lock may be held for ever."""
+        self._interrupts = _Refused()
 
     def replace_methods(self, undo: contextlib.ExitStack, resized: Callable[[ManagedStorage], None]) -> None:
         """Take the places of torch's own methods until ``undo`` is closed.
@@ -216,7 +227,13 @@ class StorageAccess:
 
         def text_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
             with self.present(storages_in(tensor)):
-                return text(tensor, *args, **kwargs)
+                while True:
+                    try:
+                        return text(tensor, *args, **kwargs)
+                    except RuntimeError as error:  # what its kernels make nobody makes room for
+                        with self._interrupts, self._engine.lock:
+                            if not self._device.frees_enough(error, tensor.nbytes):
+                                raise
 
         return text_of
 
@@ -314,6 +331,17 @@ class StorageAccess:
                             self._storages.track(storage)
 
         return shared
+
+
+class _Refused(contextlib.AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        raise InvalidArgument(
+            "a process made by fork cannot read the tensors of its parent's run on an accelerator: give it "
+            "copies on the CPU, as by tensor.cpu(), or make it by spawn"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _is_of_program(tensor: torch.Tensor) -> bool:
