@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import penstock
 from penstock.runtime import open_runs, step_planner
-from tests.support.object_servers import S3, shared_seaweed
+from tests.support.object_servers import S3, Proxy, shared_seaweed
 
 # Where everybody waits for the result, the same examples each time, and fewer; at a desk, new ones. No test
 # says how fast a machine is.
@@ -57,6 +57,14 @@ def s3(seaweed: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     for name, value in seaweed.environment.items():
         monkeypatch.setenv(name, value)
     return seaweed
+
+
+@pytest.fixture
+def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Between this test and the same server."""
+    with Proxy(s3.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
 
 
 FOLDERS = (

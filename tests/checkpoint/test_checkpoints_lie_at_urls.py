@@ -23,7 +23,7 @@ import penstock
 from penstock import checkpoint, cli
 from penstock.checkpoint import Manager
 from penstock.storage.objects import Bucket
-from tests.support.object_servers import S3, SECRET_KEY, HttpServer
+from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, writes
 from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
 
@@ -165,6 +165,76 @@ def test_a_replaced_object_is_noticed(folder: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Bucket, "read", replaced)
     with pytest.raises(penstock.CheckpointError, match="replaced meanwhile: load it again"):
         checkpoint.load(url)
+
+
+# -- a server in trouble ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bucket.__init__, "__defaults__", (2.0,))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_server_in_trouble_costs_a_save_time_alone(proxy: Proxy, folder: str, wait: bool) -> None:
+    state, url, asked = {"a": numbers(2_500_000), "step": 1}, f"{folder}/state", list[str]()
+
+    def first(line: str, number: int) -> int | None:
+        asked.append(writes(line))
+        return 503 if asked[-1] and asked.count(asked[-1]) == 1 else None
+
+    proxy.answer = first
+    handle = checkpoint.save(state, url, wait=wait)
+    if handle is not None:
+        handle.wait()
+    assert same(checkpoint.load(url), state) and asked.count("begin") == asked.count("end") == 2
+
+
+@pytest.mark.usefixtures("little_patience")
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_server_that_stays_in_trouble_is_one_error_and_the_checkpoint_before_is_there(
+    proxy: Proxy, folder: str, wait: bool
+) -> None:
+    old, url = {"a": numbers(1000), "step": 0}, f"{folder}/state"
+    checkpoint.save(old, url)
+    proxy.answer = lambda line, number: 503 if writes(line) in ("part", "end") else None
+    with pytest.raises(penstock.CheckpointError, match=f"{url} cannot be written: the server ") as caught:
+        handle = checkpoint.save({"a": numbers(2_500_000), "step": 1}, url, wait=wait)
+        assert handle is not None
+        handle.wait()
+    assert "Look at the network" in str(caught.value)
+    assert "what was before, or all of the new one" in str(caught.value)
+    proxy.answer = lambda line, number: None
+    assert same(checkpoint.load(url), old)
+    checkpoint.save({"step": 2}, url)
+    assert checkpoint.load(url) == {"step": 2}
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_a_save_whose_answer_never_comes_is_whole(proxy: Proxy, folder: str) -> None:
+    """And its error says that it may be."""
+    checkpoint.save({"step": 0}, f"{folder}/state")
+    proxy.answer = lambda line, number: "lost" if writes(line) in ("end", "whole") else None
+    with pytest.raises(penstock.CheckpointError, match="what was before, or all of the new one"):
+        checkpoint.save({"step": 1}, f"{folder}/state")
+    end_s = time.monotonic() + 30
+    while checkpoint.load(f"{folder}/state") != {"step": 1}:  # a slow server may not have begun
+        assert time.monotonic() < end_s
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_a_manager_goes_on_after_a_save_that_the_server_refused(proxy: Proxy, folder: str) -> None:
+    state = {"frozen": numbers(100_000)}
+    with Manager(folder, keep_last=1) as manager:
+        manager.save({**state, "step": 0}, 0, wait=True)
+        proxy.answer = lambda line, number: 503 if writes(line) else None
+        with pytest.raises(penstock.CheckpointError, match=f"{folder}/.* cannot be written"):
+            manager.save({**state, "step": 1}, 1, wait=True)
+        proxy.answer = lambda line, number: None
+        assert same(checkpoint.load(manager.latest()), {**state, "step": 0})
+        manager.save({**state, "step": 2}, 2, wait=True)
+        assert same(checkpoint.load(manager.latest()), {**state, "step": 2})
+    assert not [each.problem for each in checkpoint.ls(folder) if each.problem]
 
 
 # -- managers --------------------------------------------------------------------------------------

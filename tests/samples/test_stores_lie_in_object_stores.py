@@ -28,7 +28,7 @@ from penstock.samples.objects.cache import CacheOptions, DiskCache
 from penstock.samples.objects.fetching import REQUESTS_AT_ONCE
 from penstock.storage.objects import Bucket
 from tests.support import small_disk
-from tests.support.object_servers import S3, SECRET_KEY, HttpServer, free_ports
+from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, free_ports, writes
 from tests.support.sample_stores import epoch, some_samples
 from tests.support.stores import write_store
 
@@ -139,6 +139,21 @@ def test_an_upload_goes_on_and_replaces_only_what_it_may(s3: S3, packed: Path, t
     (tmp_path / "other" / "names.bin").write_bytes(bytes((tmp_path / "other" / "names.bin").stat().st_size))
     with pytest.raises(Exception, match=r"names.bin is damaged"):
         samples.upload(tmp_path / "other", s3.url("stores/damaged"))
+
+
+def test_an_upload_goes_on_after_trouble_of_the_server(s3: S3, proxy: Proxy, packed: Path) -> None:
+    url = s3.url("stores/upload-in-trouble")
+    proxy.answer = lambda line, number: 503 if writes(line) and "data-00002" in line else None
+    with pytest.raises(SampleError, match=f"{url}/data-00002.bin cannot be written: .*answers 503"):
+        samples.upload(packed, url, timeout_s=1)
+    with pytest.raises(SampleError, match=r"no sample store.*goes on by the same command"):
+        samples.mount(url)
+    answers = ["drop", 503, 500, "lost", None, 429, None]
+    proxy.answer = lambda line, number: answers[number % 7] if writes(line) else None
+    done = samples.upload(packed, url)
+    assert 0 < done.written_bytes < done.size_bytes
+    with samples.mount(url) as store, samples.mount(packed) as here:
+        assert bits(store) == bits(here)
 
 
 def test_packing_and_unpacking_say_that_they_want_a_folder(s3: S3, url: str) -> None:

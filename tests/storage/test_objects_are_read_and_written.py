@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from penstock import samples
 from penstock.errors import InvalidArgument, SampleError
 from penstock.storage import objects
 from penstock.storage.objects import Bucket, ObjectError
-from tests.support.object_servers import ACCESS_KEY, S3, SECRET_KEY, HttpServer, free_ports
+from tests.support.object_servers import ACCESS_KEY, S3, SECRET_KEY, HttpServer, Proxy, free_ports, writes
 from tests.support.stores import write_store
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
@@ -138,6 +139,57 @@ def test_a_server_that_stays_in_trouble_is_an_error_after_a_bounded_time(served:
     with pytest.raises(ObjectError, match="cannot be reached") as caught:
         Bucket(f"http://127.0.0.1:{port}", timeout_s=1).read("a")
     assert caught.value.errno == errno.ETIMEDOUT
+
+
+PARTS = [bytes(range(256)) * (1 << 15), b"and a second part"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [(503, "whole"), (500, "whole"), (429, "whole"), ("drop", "whole"), ("lost", "whole")]
+    + [(503, "begin part end"), ("lost", "begin part end")],
+)
+def test_a_write_is_sent_again(proxy: Proxy, s3: S3, answer: int | str, kinds: str) -> None:
+    bucket, asked = Bucket(s3.url("seam/again")), list[str]()
+
+    def first_two(line: str, number: int) -> int | str | None:
+        asked.append(writes(line))
+        return answer if asked[-1] and asked.count(asked[-1]) <= 2 else None
+
+    proxy.answer = first_two
+    bucket.write("x", b"new" if kinds == "whole" else iter(PARTS))
+    assert bytes(bucket.read("x")) == (b"new" if kinds == "whole" else b"".join(PARTS))
+    assert all(asked.count(kind) >= 3 for kind in kinds.split())
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [(503, "whole"), ("hang", "whole"), ("dead", "part"), ("drop", "part"), (503, "end")],
+)
+def test_a_write_that_meets_only_trouble_is_one_error_and_leaves_the_old_object(
+    proxy: Proxy, s3: S3, answer: int | str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, goes_on, asked = Bucket(s3.url("seam/old"), timeout_s=2), threading.Event(), list[str]()
+    bucket.write("x", b"old")
+
+    def trouble(line: str, number: int) -> int | str | None:
+        asked.append(writes(line))
+        if asked[-1] != kind:
+            return None
+        if answer == "hang":
+            goes_on.wait(60)
+        elif answer == "dead":
+            proxy.__exit__()
+        return answer if answer == 503 else "drop"
+
+    proxy.answer = trouble
+    with pytest.raises(ObjectError, match=f"{bucket.url}/x cannot be written: the server ") as caught:
+        bucket.write("x", b"new" if kind == "whole" else iter(PARTS))
+    goes_on.set()
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert answer != 503 or kind != "whole" or asked.count(kind) > 1
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    assert bytes(Bucket(s3.url("seam/old")).read("x")) == b"old"
 
 
 def test_an_object_that_changes_or_ends_early_is_an_error(served: HttpServer) -> None:

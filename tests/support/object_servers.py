@@ -18,10 +18,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -188,43 +189,70 @@ def _locked(folder: Path) -> Iterator[None]:
 # -- HTTP ----------------------------------------------------------------------------------------
 
 
-class HttpServer:
-    """Serves a folder by HTTP, with ranges and tags. A context manager.
+Server = TypeVar("Server", bound="_Server")
 
-    requests   paths and ranges that were asked for
-    answer     called with path and the number of the request, from 1 on: None to answer as usual, a status to
-               answer with, or "drop" to close the connection
+
+class _Server:
+    """An HTTP server with a thread for each connection. A context manager.
+
+    answer     called with what a request asks for and its number, from 1 on: None to answer as usual, a
+               status to answer with, or "drop" to close the connection
+    requests   what was asked for
     """
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self.folder, self.requests = folder, list[tuple[str, str]]()
-        self.answer: Callable[[str, int], int | str | None] = lambda path, number: None
+    def __init__(self, handler: type[BaseHTTPRequestHandler], port: int) -> None:
+        self.requests = list[tuple[str, str]]()
+        self.answer: Callable[[str, int], int | str | None] = lambda asked, number: None
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients may go away
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()
 
-    def __enter__(self) -> HttpServer:
+    def __enter__(self: Server) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
-    def counted(self, path: str, asked: str) -> int:
+    def counted(self, asked: str, more: str) -> int:
         with self._lock:
-            self.requests.append((path, asked))
+            self.requests.append((asked, more))
             return len(self.requests)
 
 
-def _handler(server: HttpServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
 
+    def end(self, answer: int | str) -> None:
+        """With a status without a body, or at once."""
+        if isinstance(answer, str):
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self.send_response(answer)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class HttpServer(_Server):
+    """Serves a folder by HTTP, with ranges and tags. Paths are asked for; ``requests`` has ranges too."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.folder = folder
+        super().__init__(_of_folder(self), port)
+
+
+def _of_folder(server: HttpServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(_Handler):
         def do_HEAD(self) -> None:
             self._serve(body=False)
 
@@ -233,20 +261,18 @@ def _handler(server: HttpServer) -> type[BaseHTTPRequestHandler]:
 
         def _serve(self, *, body: bool) -> None:
             asked = self.headers.get("Range", "")
-            number = server.counted(self.path, asked)
-            answer = server.answer(self.path, number)
-            if answer == "drop":
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
+            answer = server.answer(self.path, server.counted(self.path, asked))
+            if answer is not None:
+                self.end(answer)
                 return
             path = server.folder / self.path.lstrip("/")
-            if isinstance(answer, int) or not path.is_file():
-                self._end(answer if isinstance(answer, int) else 404)
+            if not path.is_file():
+                self.end(404)
                 return
             data = path.read_bytes()
             tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
             if self.headers.get("If-Match", tag) != tag:
-                self._end(412)
+                self.end(412)
                 return
             begin, end, status = 0, len(data), 200
             if asked:
@@ -263,12 +289,56 @@ def _handler(server: HttpServer) -> type[BaseHTTPRequestHandler]:
             if body:
                 self.wfile.write(data[begin:end])
 
-        def _end(self, status: int) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    return Handler
 
-        def log_message(self, *_: object) -> None:
-            pass
+
+class Proxy(_Server):
+    """Stands before a server that speaks S3. Asked for are method and path, such as ``PUT /bucket/name?...``.
+
+    Of ``answer``, "lost" too: the server does what it is asked for, and the connection is closed after it.
+    """
+
+    def __init__(self, endpoint: str, port: int = 0) -> None:
+        self.endpoint = endpoint.removeprefix("http://")
+        super().__init__(_of_proxy(self), port)
+
+
+def writes(asked: str) -> str:
+    """What a request to a `Proxy` writes: a "whole" object, or of parts the "begin", a "part", or the "end".
+    Empty: nothing."""
+    method, query = asked.partition(" ")[0], asked.partition("?")[2]
+    if method == "PUT":
+        return "part" if "partNumber=" in query else "whole"
+    if method == "POST" and "uploadId=" in query:
+        return "end"
+    return "begin" if method == "POST" and query.startswith("uploads") else ""
+
+
+def _of_proxy(server: Proxy) -> type[BaseHTTPRequestHandler]:
+    class Handler(_Handler):
+        def _pass_on(self) -> None:
+            asked = f"{self.command} {self.path}"
+            answer = server.answer(asked, server.counted(asked, ""))
+            body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+            if answer not in (None, "lost"):
+                self.end(answer)  # type: ignore[arg-type]
+                return
+            connection = HTTPConnection(server.endpoint, timeout=60)
+            connection.request(self.command, self.path, body, dict(self.headers.items()))
+            with closing(connection), connection.getresponse() as found:
+                data = found.read()
+            if answer == "lost":
+                self.end(answer)
+                return
+            self.send_response_only(found.status, found.reason)
+            for name, value in found.getheaders():
+                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                    self.send_header(name, value)
+            length = found.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+            self.send_header("Content-Length", length or "0")
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_HEAD = do_GET = do_PUT = do_POST = do_DELETE = _pass_on
 
     return Handler

@@ -77,6 +77,9 @@ class ObjectPath:
         try:
             self.bucket.write(self.name, parts, size_bytes=size_bytes)
         except ObjectError as error:
+            # Where no answer came, the server may have done it all the same.
+            if error.errno == errno.ETIMEDOUT:
+                raise failed(error, "There is what was before, or all of the new one.") from error
             raise failed(error, "Nothing of it was left there.") from error
 
 
