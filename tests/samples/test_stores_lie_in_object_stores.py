@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock import cli, samples
 from penstock.errors import InvalidArgument, SampleError
@@ -29,7 +30,7 @@ from penstock.samples.objects.fetching import REQUESTS_AT_ONCE
 from penstock.storage.objects import Bucket
 from tests.support import small_disk
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, free_ports, writes
-from tests.support.sample_stores import epoch, some_samples
+from tests.support.sample_stores import epoch, flat, received, some_samples
 from tests.support.stores import write_store
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
@@ -237,6 +238,57 @@ def test_a_server_that_stays_away_is_one_error_which_names_the_object(
         assert store.damaged == []
         served.answer = lambda path, number: None
         assert epoch_of(store) == {index: data for index, (_, data) in enumerate(CONTENT)}
+
+
+@pytest.mark.parametrize(("cached", "threads"), [(False, 0), (True, 2)])
+def test_a_loader_s_state_after_the_error_goes_on_with_every_sample_once(
+    served: HttpServer, tmp_path: Path, cached: bool, threads: int
+) -> None:
+    there: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cached else {}
+
+    def loader(**mounted: Any) -> samples.Loader:
+        store = samples.mount(served.url, cache_bytes="64KiB", **there, **mounted)
+        return samples.Loader(
+            store, 7, seed=3, threads=threads, decode_batch=lambda batch: batch.indices.tolist()
+        )
+
+    whole = received(loader())
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    first = loader(timeout_s=1)
+    batches = iter(first)
+    seen = [next(batches) for _ in range(2)]
+    served.answer = lambda path, number: 503
+    with pytest.raises(SampleError, match=rf"{served.url}/data-0000\d.bin.*answers 503"):
+        seen += batches
+    state = json.loads(json.dumps(first.state_dict()))
+    served.answer = lambda path, number: None
+    for again in (first, loader()):
+        again.load_state_dict(state)
+        assert seen + received(again) == whole
+    rest = list[int]()
+    for rank in range(2):
+        other = loader(rank=rank, world=2)
+        other.load_state_dict(state)
+        rest += flat(received(other))
+    assert sorted(flat(seen) + rest) == list(range(len(CONTENT)))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # of torchdata
+def test_workers_go_on_after_the_error_with_every_sample_once(served: HttpServer) -> None:
+    def loader(timeout_s: float) -> samples.Loader:
+        store = samples.mount(served.url, cache_bytes="64KiB", timeout_s=timeout_s)
+        return samples.Loader(store, 7, decode_batch=lambda batch: batch.indices.tolist())
+
+    through, seen = StatefulDataLoader(loader(2), batch_size=None, num_workers=2), list[list[int]]()
+    batches = iter(through)
+    seen += [next(batches) for _ in range(3)]
+    served.answer = lambda path, number: 503
+    with pytest.raises(SampleError, match=rf"{served.url}/data-0000\d.bin.*answers 503"):
+        seen += batches
+    served.answer = lambda path, number: None
+    state, again = through.state_dict(), loader(60)
+    again.load_state_dict(state)
+    assert sorted(flat(seen + received(again))) == list(range(len(CONTENT)))
 
 
 def test_a_server_that_hangs_keeps_no_file_open(served: HttpServer, tmp_path: Path) -> None:
