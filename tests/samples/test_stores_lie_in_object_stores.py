@@ -291,6 +291,23 @@ def test_workers_go_on_after_the_error_with_every_sample_once(served: HttpServer
     assert sorted(flat(seen + received(again))) == list(range(len(CONTENT)))
 
 
+@pytest.mark.parametrize("on_damage", ["raise", "skip"])
+def test_a_key_that_is_refused_in_mid_epoch_is_one_error_which_names_the_object(
+    url: str, proxy: Proxy, on_damage: str
+) -> None:
+    with samples.mount(url, cache_bytes="64KiB", on_damage=on_damage) as store:
+        store.sequence()
+        first = store.bread(7)
+        assert first is not None
+        proxy.answer = lambda line, number: 403
+        with pytest.raises(SampleError, match=rf"{url}/data-0000\d.bin .*: the server answers 403") as caught:
+            epoch(store)
+        assert "or mount it again with other credentials" in str(caught.value)
+        assert "Once it is back" not in str(caught.value) and SECRET_KEY not in str(caught.value)
+        proxy.answer = lambda line, number: None
+        assert store.damaged == [] and len(epoch_of(store)) == len(CONTENT)
+
+
 def test_a_server_that_hangs_keeps_no_file_open(served: HttpServer, tmp_path: Path) -> None:
     goes_on = threading.Event()
     store = samples.mount(served.url, cache_bytes="64KiB", cache_dir=tmp_path / "cache")

@@ -93,7 +93,7 @@ class ObjectPlace(Place):
         self._text = b""
         self._infos: dict[str, ObjectInfo] = {}
         self._cached: CachedStore | None = None
-        self._failure = ""
+        self._failure = 0, ""
 
     def __str__(self) -> str:
         return self._bucket.url
@@ -157,10 +157,10 @@ class ObjectPlace(Place):
             try:
                 return self._bucket.read(name, begin, end, info.tag)
             except ObjectError as error:
-                self._failure = error.reason
+                self._failure = error.errno or 0, error.reason
                 raise
             except Exception as error:
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = 0, f"{type(error).__name__}: {error}"
                 raise
 
         def read_into(position: int, view: memoryview) -> None:
@@ -178,9 +178,12 @@ class ObjectPlace(Place):
         return StoreFile(lambda: target, read_into, lambda: None, Fetched(read, kept))
 
     def read_failure(self, error_number: int) -> tuple[str, str]:
-        reason = self._failure or os.strerror(error_number or errno.EIO)
+        number, reason = self._failure
+        reason = reason or os.strerror(error_number or errno.EIO)
         if error_number == errno.ESTALE:
             return reason, "The store was changed under this mount: mount it again"
+        if number == errno.EACCES:
+            return reason, "Give yourself the right to it, or mount it again with other credentials"
         return reason, "Look at the server and the network. Once it is back, the store reads again"
 
     def close(self) -> None:
