@@ -345,6 +345,20 @@ def test_a_stateful_data_loader_goes_on(folder: Path, workers: int) -> None:
     check_passes(flat(whole), (67, 67, 66))
 
 
+@pytest.mark.parametrize(("workers", "then"), [(2, 3), (3, 0), (0, 2)])
+def test_a_stateful_data_loader_s_state_goes_on_with_other_numbers_of_workers(
+    folder: Path, workers: int, then: int
+) -> None:
+    for taken in (1, 12):
+        (loader,) = loaders(folder, 1, 4, (1, 1, 1), 200)
+        first = StatefulDataLoader(loader, batch_size=None, num_workers=workers)
+        seen = list(itertools.islice(iter(first), taken))
+        (other,) = loaders(folder, 1, 4, (1, 1, 1), 200)
+        other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        seen += StatefulDataLoader(other, batch_size=None, num_workers=then)
+        check_passes(flat(seen), (67, 67, 66))
+
+
 def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
     a, b, _ = stores(folder)
     write_store(tmp_path / "none", [])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -194,6 +195,33 @@ def test_workers_and_copies_read_too(url: str, tmp_path: Path) -> None:
         assert sorted(seen) == list(range(len(CONTENT)))
         with pickle.loads(pickle.dumps(store)) as copy:
             assert bits(copy) == bits(store)
+
+
+def test_a_store_in_s3_mixes_with_local_ones(url: str, s3: S3, packed: Path, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    write_store(local, some_samples(60, seed=1))
+    there: dict[str, Any] = {"cache_bytes": "64KiB", "cache_dir": tmp_path / "cache", "timeout_s": 1}
+
+    def loader(first: samples.Store) -> samples.Loader:
+        mixture = samples.Mixture({first: 3, samples.mount(local, "full"): 2}, samples_per_epoch=400)
+        return samples.Loader(
+            mixture, 7, decode_batch=lambda batch: (batch.indices.tolist(), batch.data.tobytes())
+        )
+
+    whole = list(loader(samples.mount(packed, cache_bytes="64KiB")))
+    counts = Counter(index for indices, _ in whole for index in indices)
+    assert sum(counts.values()) == 400 and len(counts) == len(CONTENT) + 60
+    with Proxy(s3.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        troubled = loader(samples.mount(url, **there))
+        batches = iter(troubled)
+        seen = [next(batches) for _ in range(2)]
+        proxy.answer = lambda line, number: 503
+        with pytest.raises(SampleError, match=rf"{url}/data-0000\d.bin.*answers 503"):
+            seen += batches
+    again = loader(samples.mount(url, **there))
+    again.load_state_dict(troubled.state_dict())
+    assert seen + list(again) == whole
 
 
 # -- trouble -------------------------------------------------------------------------------------
