@@ -20,7 +20,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime import arena, resident
 from penstock.runtime.run import Offload
 from tests.support.held_transport import HeldTransport, held
-from tests.support.object_servers import S3
+from tests.support.object_servers import S3, Proxy, writes
 from tests.support.runs import HARDWARE
 
 __all__ = ["held"]
@@ -276,14 +276,34 @@ def test_any_order_of_writes_and_saves(data: st.DataObject, tmp_path_factory: py
         assert all((state[name].numpy() == array).all() for name, array in plain.items())
 
 
-def test_a_save_to_a_url_waits_for_a_disk(s3: S3, run: Offload, tmp_path: Path) -> None:
-    state = many(60)
+def test_a_save_to_a_url_waits_for_a_disk(s3: S3, proxy: Proxy, run: Offload) -> None:
+    """And not for the network, which hangs meanwhile; nor does it keep a copy in memory."""
+    url, begun, goes_on, answered = (
+        s3.url("in-a-run/state"),
+        threading.Event(),
+        threading.Event(),
+        list[str](),
+    )
+    penstock.save({"first": 1}, url)  # starts the threads of obstore
+
+    def hang(line: str, number: int) -> None:
+        if writes(line):
+            begun.set()
+            goes_on.wait(60)
+            answered.append(line)
+
+    proxy.answer = hang
+    state = many(12, 1 << 20)  # 48 MiB
+    torch.stack([tensor.sum() for tensor in state.values()])
     before = resident.resident_bytes()
-    handle = penstock.save(state, s3.url("in-a-run/state.safetensors"), wait=False)
+    handle = penstock.save(state, url, wait=False)
     for tensor in state.values():
         tensor.mul_(2)
-    assert resident.resident_bytes() - before < 100 * MIB
+    assert begun.wait(60)
+    assert resident.resident_bytes() - before < 24 * MIB
+    assert not answered
+    goes_on.set()
     handle.wait()
     run.close()
-    loaded = penstock.load(s3.url("in-a-run/state.safetensors"))
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in many(60).items())
+    loaded = penstock.load(url)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in many(12, 1 << 20).items())
