@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from penstock.samples.objects.fetching import REQUESTS_AT_ONCE
 from penstock.storage.objects import Bucket
 from tests.support import object_readers, small_disk
 from tests.support.object_readers import bits
-from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, free_ports, writes
+from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, free_ports, rclone, writes
 from tests.support.sample_stores import epoch, flat, received, some_samples
 from tests.support.stores import write_store
 
@@ -372,6 +373,37 @@ def test_a_store_that_changes_under_a_mount_is_an_error(served: HttpServer, pack
             path.write_bytes(os.urandom(path.stat().st_size))
         with pytest.raises(SampleError, match="changed under this mount: mount it again"):
             epoch(store)
+
+
+@pytest.mark.parametrize("server", ["no tags", "rclone"])
+def test_a_server_without_tags_gives_no_wrong_bytes(packed: Path, tmp_path: Path, server: str) -> None:
+    """Where the store changes under a mount, checksums find it."""
+    whole = {index: data for index, (_, data) in enumerate(CONTENT)}
+    with ExitStack() as stack:
+        if server == "rclone":
+            url = stack.enter_context(rclone(packed))
+        else:
+            url = stack.enter_context(HttpServer(packed, tags=False)).url
+        mounts = [
+            stack.enter_context(samples.mount(url, cache_bytes="64KiB", on_damage=on_damage, **there))
+            for on_damage in ("raise", "skip")
+            for there in ({}, {"cache_dir": tmp_path / on_damage})
+        ]
+        before = {path: path.read_bytes() for path in packed.glob("data-*.bin")}
+        for path, data in before.items():
+            path.write_bytes(os.urandom(len(data)))
+        for store in mounts[:2]:
+            with pytest.raises(SampleError, match=f"the checksum at .* of {url}/data-0000.* is wrong"):
+                epoch(store)
+        for store in mounts[2:]:
+            found = epoch(store)
+            assert found.items() <= whole.items() and sorted([*found, *store.damaged]) == sorted(whole)
+        for path, data in before.items():
+            path.write_bytes(data)
+        for store in mounts[:2]:
+            assert epoch_of(store) == whole
+        with samples.mount(url, cache_bytes="64KiB", cache_dir=tmp_path / "raise") as store:
+            assert epoch(store) == whole and store.counters()["requests"] == 0
 
 
 @pytest.mark.parametrize("gone", ["data-00000.bin", "sums.bin", "data-00002.bin"])

