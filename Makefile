@@ -196,7 +196,7 @@ bench-samples: setup
 bench-remote: setup
 	$(BIN)/python benchmarks/samples_remote.py -o out/samples_remote.json
 
-# Five minutes on two cores that do nothing else, 4 GB of free disk; the server comes with the extra dev.
+# Some minutes on two cores that do nothing else, 4 GB of free disk; the server comes with the extra dev.
 bench-objects: setup
 	$(BIN)/python benchmarks/samples_objects.py -o out/samples_objects.json
 

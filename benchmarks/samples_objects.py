@@ -46,6 +46,7 @@ from tests.support.object_servers import shared_seaweed  # noqa: E402
 
 BATCH = 256
 CACHE = 256 << 20
+ROWS = ((256 << 10, CACHE), (1 << 20, CACHE), (4 << 20, 64 << 20))  # bytes of a chunk, and of the cache
 
 
 def packed(folder: Path, count: int, sample_bytes: int, chunk_bytes: int) -> Path:
@@ -63,11 +64,11 @@ def packed(folder: Path, count: int, sample_bytes: int, chunk_bytes: int) -> Pat
     return path
 
 
-def ranges_of(store: samples.Store) -> list[tuple[str, int, int]]:
+def ranges_of(store: samples.Store, cache_bytes: int) -> list[tuple[str, int, int]]:
     """The bodies of the chunks, in the order of epoch 0."""
     (directory,) = store.directories
     chunk_bytes = store.chunk_bytes
-    shape = cache_shape(CACHE, chunk_bytes, len(directory.chunks))
+    shape = cache_shape(cache_bytes, chunk_bytes, len(directory.chunks))
     order = _native.SampleOrder("chunk", len(store), store.firsts, 0, 0, 1, 0, shape.slots, [])
     picks = order.take(len(store))
     _, at = np.unique(np.searchsorted(store.firsts, picks, side="right") - 1, return_index=True)
@@ -121,11 +122,11 @@ def check(store: samples.Store, local: samples.Store) -> None:
         assert np.array_equal(one.indices, other.indices) and np.array_equal(one.data, other.data)
 
 
-def throughput(url: str, path: Path, cache: Path, rounds: int) -> dict[str, Any]:
+def throughput(url: str, path: Path, cache: Path, rounds: int, cache_bytes: int) -> dict[str, Any]:
     samples.upload(path, url)
     turns: dict[str, list[float]] = {"obstore": [], "bare": [], "cold": [], "warm": []}
-    bucket, local = Bucket(url), samples.mount(path, cache_bytes=CACHE)
-    ranges = ranges_of(local)
+    bucket, local = Bucket(url), samples.mount(path, cache_bytes=cache_bytes)
+    ranges = ranges_of(local, cache_bytes)
     size_bytes = sum(end - begin for _, begin, end in ranges)
     counted: dict[str, int] = {}
 
@@ -135,7 +136,7 @@ def throughput(url: str, path: Path, cache: Path, rounds: int) -> dict[str, Any]
         if row == "cold":
             shutil.rmtree(cache, ignore_errors=True)
         there = {} if row == "bare" else {"cache_dir": cache}
-        with samples.mount(url, cache_bytes=CACHE, **there) as store:
+        with samples.mount(url, cache_bytes=cache_bytes, **there) as store:
             taken_s = epoch(store)
             counted[row] = store.counters()["requests"]
             check(store, local)
@@ -146,7 +147,7 @@ def throughput(url: str, path: Path, cache: Path, rounds: int) -> dict[str, Any]
         rows = list(turns)
         for row in rows[number % len(rows) :] + rows[: number % len(rows)]:
             if row == "warm":
-                with samples.mount(url, cache_bytes=CACHE, cache_dir=cache) as store:
+                with samples.mount(url, cache_bytes=cache_bytes, cache_dir=cache) as store:
                     epoch(store)  # fills it, where the round begins with it
             turns[row].append(turn(row))
     local.close()
@@ -157,6 +158,7 @@ def throughput(url: str, path: Path, cache: Path, rounds: int) -> dict[str, Any]
     }
     return {
         "chunk_bytes": local.chunk_bytes,
+        "cache_bytes": cache_bytes,
         "size_bytes": size_bytes,
         "requests": counted,
         "requests_per_gb": counted["cold"] / (size_bytes / 1e9),
@@ -203,15 +205,15 @@ def main() -> None:
             "threads": REQUESTS_AT_ONCE,
             "throughput": [],
         }
-        for chunk_bytes in (256 << 10, 1 << 20):
+        for chunk_bytes, cache_bytes in ROWS:
             count = 2_000 if options.quick else 200_000
             path = packed(folder, count, 4096, chunk_bytes)
-            row = throughput(f"{url}/{path.stem}", path, folder / "cache", rounds)
+            row = throughput(f"{url}/{path.stem}", path, folder / "cache", rounds, cache_bytes)
             result["throughput"].append(row)
             rates = ", ".join(f"{name} {rate / 1e6:,.0f} MB/s" for name, rate in row["bytes_per_s"].items())
             shares = ", ".join(f"{name} {share:.0%}" for name, share in row["of_obstore"].items())
-            print(f"chunks of {chunk_bytes >> 10} KiB: {rates}; of obstore's: {shares}; ", end="")
-            print(f"{row['requests_per_gb']:,.0f} requests per GB", flush=True)
+            print(f"chunks of {chunk_bytes >> 10} KiB, a cache of {cache_bytes >> 20} MiB: {rates}; ", end="")
+            print(f"of obstore's: {shares}; {row['requests_per_gb']:,.0f} requests per GB", flush=True)
             shutil.rmtree(path)
         path = packed(folder, 10_000 if options.quick else 1_000_000, 1024, 256 << 10)
         result["first"] = first_batch(f"{url}/{path.stem}", path, folder / "cache", rounds, CACHE)
