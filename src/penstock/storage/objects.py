@@ -44,7 +44,7 @@ class ObjectError(OSError):
     """An object cannot be read or written. Who asked for it says what that means.
 
     errno   ENOENT: there is none; EACCES: refused; ESTALE: it has changed; ETIMEDOUT: no answer came in time;
-            EEXIST: there is one already; EIO: anything else
+            EIO: anything else
     reason  why, without the object's URL
     """
 
@@ -164,13 +164,11 @@ class Bucket:
         data: Buffer | Path | Iterable[Buffer],
         *,
         size_bytes: int = 0,
-        new: bool = False,
     ) -> ObjectInfo:
         """Write an object, at once: who reads it sees all of the old one, or all of the new one.
 
         data        its bytes, the path of a file, or its parts in order; an error of theirs leaves nothing
         size_bytes  about how many the parts are together: what is sent at once grows with it
-        new         there must be none yet
 
         Raises ObjectError.
         """
@@ -191,7 +189,7 @@ class Bucket:
             data = parts(data)
         part_bytes = max(_PART_BYTES, -(-max(counted, size_bytes) // _MOST_PARTS))
         with self._asking(name, "written") as store, _sendable(store, data) as sent:
-            done = store.put(name, sent, mode="create" if new else None, chunk_size=part_bytes)
+            done = store.put(name, sent, chunk_size=part_bytes)
         return ObjectInfo(counted, done["e_tag"])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -418,7 +416,6 @@ _OF_NAME = {
     "PermissionDeniedError": errno.EACCES,
     "UnauthenticatedError": errno.EACCES,
     "PreconditionError": errno.ESTALE,
-    "AlreadyExistsError": errno.EEXIST,
 }
 
 
