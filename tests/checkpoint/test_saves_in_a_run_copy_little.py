@@ -134,6 +134,19 @@ def test_what_is_away_is_saved(run: Offload, tmp_path: Path) -> None:
         assert torch.equal(tensor, numbers(i, 1 << 20))
 
 
+def test_what_was_away_and_came_back_by_a_write_is_saved_as_written(run: Offload, tmp_path: Path) -> None:
+    """No kernel has run since, so that only the arena knows of it."""
+    state = many(40, 1 << 20)
+    for tensor in state.values():
+        tensor.neg_()
+    for name, tensor in state.items():
+        by_numpy(tensor)
+        penstock.save({name: tensor}, tmp_path / name, wait=False).wait()
+    run.close()
+    for name, tensor in state.items():
+        assert torch.equal(penstock.load(tmp_path / name)[name], tensor), name
+
+
 def test_parts_of_large_tensors_are_taken_one_by_one(tmp_path: Path) -> None:
     size = 20 << 20  # 80 MiB, divided
     with penstock.offload(device_budget=200 * MIB, spill_dir=tmp_path, hardware=HARDWARE) as run:

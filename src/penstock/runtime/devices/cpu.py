@@ -417,7 +417,8 @@ class CpuDevice:
     def read_copy(
         self, managed: ManagedStorage, buffer: AlignedBuffer, done: Callable[[Exception | None], None]
     ) -> bool:
-        if managed.gone or managed.slot.packing.packed_bytes:
+        self.notice()  # somebody may have touched it, and written to it
+        if managed.state != AWAY or managed.gone or managed.slot.packing.packed_bytes:
             return False
         self._spill.read(
             managed.slot.extent,
