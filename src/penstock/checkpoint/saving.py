@@ -48,6 +48,8 @@ from penstock.storage.transfer import Transfer
 # Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
 PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
 
+_MOST_BYTES = 4096  # of what a rank tells
+
 Metadata: TypeAlias = Mapping[str, str] | None
 _Gathered: TypeAlias = tuple[Piece, int, AlignedBuffer | PinnedBuffer]  # its bytes are there, in the buffer
 
@@ -139,12 +141,20 @@ def _by_the_first(group: Any, write: Callable[[], object], path: Path | ObjectPa
             write()
         except Exception as problem:  # the others wait for the outcome
             error = problem
-    failure = [f"{type(error).__name__}: {error}" if error is not None else ""]
-    dist.broadcast_object_list(failure, first, group)
+    failure = _told(f"{type(error).__name__}: {error}" if error is not None else "", first, group)
     if error is not None:
         raise error
-    if failure[0]:
-        raise CheckpointError(f"rank {first}, which writes {path} for all, failed: {failure[0]}")
+    if failure:
+        raise CheckpointError(f"rank {first}, which writes {path} for all, failed: {failure}")
+
+
+def _told(text: str, first: int, group: Any) -> str:
+    """The text of rank ``first``. It is no pickle, which could run code of another rank's here."""
+    told = text.encode(errors="backslashreplace")[:_MOST_BYTES].ljust(_MOST_BYTES, b"\0")
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    sent = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
+    dist.broadcast(sent, first, group)
+    return bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def _save(
