@@ -75,13 +75,16 @@ def test_devices(
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable"])
+@pytest.mark.parametrize("allocator", ["cudaMallocAsync", "pluggable", "uncached"])
 def test_allocators_that_keep_no_limit(
     allocator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    if allocator == "uncached":
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "0")  # torch asks only whether it is set
+    backend = "native" if allocator == "uncached" else allocator
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     with pytest.raises(DeviceUnavailable, match=f"'{allocator}', and no budget can be kept with it"):
         offloaded(device="cuda:0")(tmp_path)
     with pytest.raises(DeviceUnavailable, match=f"'{allocator}', and no budget can be kept with it"):

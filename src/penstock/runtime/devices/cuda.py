@@ -273,11 +273,15 @@ def _allocator_settings() -> str:
 def _require_native_allocator() -> None:
     """The other ones limit what is in use, not what they reserve, and do not count refusals or small blocks;
     those of a program's own count nothing. Raises DeviceUnavailable."""
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
+    # Whatever its value, torch then takes each tensor's memory from CUDA, and counts nothing.
+    uncached = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
+    backend = "uncached" if uncached else torch.cuda.get_allocator_backend()
+    if backend != "native":
         raise DeviceUnavailable(
             f"torch's allocator of CUDA memory is {backend!r}, and no budget can be kept with it: it does "
             "not limit what it reserves. Take backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF and "
-            "PYTORCH_CUDA_ALLOC_CONF, and do not call torch.cuda.memory.change_current_allocator"
+            "PYTORCH_CUDA_ALLOC_CONF, unset PYTORCH_NO_CUDA_MEMORY_CACHING, and do not call "
+            "torch.cuda.memory.change_current_allocator"
         )
 
 
