@@ -8,6 +8,7 @@ data, and feeds it. `penstock.distributed` averages gradients of several process
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,12 @@ from penstock.errors import (
     SpillError,
     SpillSpaceFull,
 )
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "penstock has not been tried without the GIL: take a Python that has it, such as python3.14 in place "
+        "of python3.14t"
+    )
 
 # Everything else is imported at its first use: asking for help needs no numpy, planning and looking at files
 # no torch.

@@ -122,6 +122,16 @@ assert penstock.planners.POLICIES and penstock.units.parse_bytes("1KiB") == 1024
         _ = penstock.ofload  # type: ignore[attr-defined]
 
 
+def test_a_python_without_the_gil_is_refused() -> None:
+    program = "import sys; sys._is_gil_enabled = lambda: False; import penstock"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "ImportError: penstock has not been tried without the GIL: take a Python that has it, such as "
+        "python3.14 in place of python3.14t"
+    )
+
+
 def test_the_package_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "penstock", "--version"], capture_output=True, text=True, check=True
