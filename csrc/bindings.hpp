@@ -11,6 +11,7 @@ namespace penstock {
 
 void bind_checksum(nanobind::module_& module);
 void bind_codecs(nanobind::module_& module);
+void bind_descriptors(nanobind::module_& module);
 void bind_planning(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_sample_names(nanobind::module_& module);

@@ -21,6 +21,7 @@ NB_MODULE(_native, module) {
   module.doc() = "The C++ parts of penstock.";
   penstock::bind_checksum(module);
   penstock::bind_codecs(module);
+  penstock::bind_descriptors(module);
   penstock::bind_planning(module);
   penstock::bind_runtime(module);
   penstock::bind_sample_names(module);

@@ -266,7 +266,7 @@ OUTSIDE = {
     "highspy",
 }  # msgspec: in core/files.py; highspy: in planners/optimal/program.py
 # These import the native module.
-COMPILED = {"simulator/__init__.py", "planners/optimal/search.py"}
+COMPILED = {"core/files.py", "simulator/__init__.py", "planners/optimal/search.py"}
 DEADLINES = {f"planners/optimal/{name}.py" for name in ("__init__", "lp", "program")}
 IMPURE = {"time", "random.SystemRandom", "secrets", "socket", "subprocess", "threading", "tempfile"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock._native import Descriptor
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.files import from_descriptor
@@ -94,12 +95,12 @@ def test_closing_closes_both_and_is_idempotent(path: Path, descriptors_stay_bala
 
 
 def test_a_file_that_no_path_leads_to_is_opened_too(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = Descriptor(path, os.O_RDWR)
     path.unlink()
     path.write_bytes(b"another")
     with from_descriptor(descriptor) as opened:
-        assert opened.file.buffered == descriptor
-        assert os.path.sameopenfile(descriptor, opened.file.direct)
+        assert opened.file.buffered == descriptor.fileno()
+        assert os.path.sameopenfile(descriptor.fileno(), opened.file.direct)
 
 
 def test_a_kernel_that_does_not_tell_alignments_is_tried(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +115,10 @@ def the_system_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opening_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "expected by the test")
 
-    def refuse(path: str, flags: int, *mode: int) -> int:
-        if flags & O_DIRECT:
-            raise OSError(errno.EINVAL, "expected by the test")
-        return real(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(files, "Descriptor", refuse)
 
 
 def reading_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +154,6 @@ def test_a_file_system_in_memory_has_no_direct_io(
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK) or not hasattr(os, "O_TMPFILE"):
         pytest.skip("no tmpfs here")
-    with from_descriptor(os.open(shared, os.O_TMPFILE | os.O_RDWR)) as opened:
+    with from_descriptor(Descriptor(shared, os.O_TMPFILE | os.O_RDWR)) as opened:
         assert opened.file.direct == -1
     assert "tmpfs" in caplog.text

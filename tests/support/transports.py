@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from penstock._native import Descriptor
 from penstock.storage.aligned import AlignedBuffer, align_up
 from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.transfer import Transfer, Transport
@@ -20,7 +21,7 @@ FLAGS = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_T
 
 def open_file(path: str | os.PathLike[str], mode: str) -> OpenFile:
     """The file for transports: "r" to read it, "r+" to change it, "w" to make it anew."""
-    return from_descriptor(os.open(path, FLAGS[mode] | os.O_CLOEXEC, 0o666), os.fspath(path))
+    return from_descriptor(Descriptor(path, FLAGS[mode], 0o666), os.fspath(path))
 
 
 FILE_BYTES = (10 << 20) + 1234

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno
-import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,10 +162,11 @@ def run_transfers(
     try:
         in_flight = 0
         for transfer in transfers:
-            incomplete.add(transfer)
             transfer.on_done, transfer.method = transfer_over, path.method
+            # Ctrl-C cannot come between the two: no instruction of Python does.
+            both = partial(incomplete.add, transfer), partial(transport.submit, [transfer])
             try:
-                transport.submit([transfer])
+                any(map(partial.__call__, both))
             except ValueError:  # it was not submitted
                 incomplete.discard(transfer)
                 raise
@@ -195,7 +196,7 @@ def keep_within_budget() -> Callable[[], None]:
     owner = object()
     _budgets.add(owner)
     _spare.clear()
-    return functools.partial(_budgets.discard, owner)
+    return partial(_budgets.discard, owner)
 
 
 def within_budget() -> bool:

@@ -15,7 +15,7 @@ from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.objects import Bucket, ObjectError
 from penstock.storage.paths import IoPath
-from penstock.storage.transfer import File, Transfer
+from penstock.storage.transfer import Transfer
 from penstock.storage.workers import Workers
 
 _THREADS = 16  # requests at once: an answer takes tens of milliseconds
@@ -86,7 +86,7 @@ class ObjectPath:
 class OpenObject(files.Closing):
     """An object that is read. What replaces it meanwhile is an error. Raises CheckpointError."""
 
-    opened = files.OpenFile(File(-1))  # none
+    opened = files.OpenFile()  # none
 
     def __init__(self, path: ObjectPath, io: IoOptions | None) -> None:
         no_io_paths(path, io)

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock._native import Descriptor
 from penstock.core.files import lock, remove_unlocked, sync_folder
 from penstock.storage import files
-from penstock.storage.transfer import File
 
 # Errors of operations that a system or file system does not support.
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENOSYS, errno.ENOTTY)
@@ -44,7 +44,7 @@ class Replacement(files.Closing):
         self.path = Path(os.path.realpath(path))
         self.committed = False
         self._hidden: Path | None = None
-        self.opened = files.OpenFile(File(-1))  # none yet
+        self.opened = files.OpenFile()  # none yet
         there = _existing(self.path)
         remove_stale(self.path.parent, _cut(self.path.name).__eq__)
         try:
@@ -83,17 +83,16 @@ class Replacement(files.Closing):
         with contextlib.suppress(OSError):  # what counts is durable, and an earlier error says more
             self.opened.close()
 
-    def _create(self, there: os.stat_result | None) -> int:
-        flags, mode = os.O_RDWR | os.O_CLOEXEC, 0o666 if there is None else 0o600
+    def _create(self, there: os.stat_result | None) -> Descriptor:
+        flags, mode = os.O_RDWR, 0o666 if there is None else 0o600
         descriptor = _create_nameless(self.path.parent, flags, mode)
         if descriptor is not None:
-            lock(descriptor)
+            lock(descriptor.fileno())
             return descriptor
         self._hidden = _hidden(self.path)
-        descriptor = os.open(self._hidden, flags | os.O_CREAT | os.O_EXCL, mode)
-        lock(descriptor)
-        if os.fstat(descriptor).st_nlink == 0:  # removed as stale before it was locked
-            os.close(descriptor)
+        descriptor = Descriptor(self._hidden, flags | os.O_CREAT | os.O_EXCL, mode)
+        lock(descriptor.fileno())
+        if os.fstat(descriptor.fileno()).st_nlink == 0:  # removed as stale before it was locked
             return self._create(there)
         return descriptor
 
@@ -113,17 +112,15 @@ def _existing(path: Path) -> os.stat_result | None:
     return there
 
 
-def _create_nameless(directory: Path, flags: int, mode: int) -> int | None:
+def _create_nameless(directory: Path, flags: int, mode: int) -> Descriptor | None:
     try:
-        descriptor = os.open(directory, flags | os.O_TMPFILE, mode)
+        descriptor = Descriptor(directory, flags | os.O_TMPFILE, mode)
     except OSError as error:
         if error.errno in _NOT_SUPPORTED and directory.is_dir():
             return None
         raise
-    if os.path.exists(_by_descriptor(descriptor)):
-        return descriptor
-    os.close(descriptor)  # no /proc: it could not be given a name
-    return None
+    # Without /proc it could not be given a name.
+    return descriptor if os.path.exists(_by_descriptor(descriptor.fileno())) else None
 
 
 def _copy_owner_and_mode(descriptor: int, there: os.stat_result) -> None:
@@ -184,24 +181,24 @@ def _fallocate(descriptor: int, size_bytes: int) -> int:
 _freeing: list[threading.Thread] = []  # that free the space of replaced files
 
 
-def _keep_allocated(path: Path) -> int:
-    """A descriptor that keeps the space of the file at ``path`` allocated; -1 where there is no file.
+def _keep_allocated(path: Path) -> Descriptor | None:
+    """What keeps the space of the file at ``path`` allocated; None where there is no file.
 
     Freeing a gigabyte takes about a tenth of a second, which would delay the caller.
     """
     try:
-        return os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return Descriptor(path, os.O_PATH | os.O_NOFOLLOW)
     except (OSError, AttributeError):
-        return -1
+        return None
 
 
-def _free_in_background(descriptor: int) -> None:
-    if descriptor < 0:
+def _free_in_background(descriptor: Descriptor | None) -> None:
+    if descriptor is None:
         return
-    thread = threading.Thread(target=os.close, args=(descriptor,), name="penstock-free", daemon=True)
+    thread = threading.Thread(target=descriptor.close, name="penstock-free", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or there are too many threads
-        os.close(descriptor)
+        descriptor.close()
     else:
         _freeing[:] = [thread, *(each for each in _freeing if each.is_alive())]

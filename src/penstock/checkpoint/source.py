@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock._native import Descriptor
 from penstock.checkpoint.failures import cannot_read, os_error, shown
 from penstock.checkpoint.header import Entry, Header, decode, header_bytes
 from penstock.checkpoint.pieces import io_path
@@ -52,18 +53,14 @@ def place_of(place: PathLike) -> Path | ObjectPath:
     return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place)
 
 
-def _open_regular(path: Path, flags: int = 0) -> tuple[int, int]:
-    """A descriptor of the file at ``path``, and its size. Raises OSError where it is something else."""
-    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for its writer
-    descriptor = os.open(path, flags)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise os_error(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL)
-        os.set_blocking(descriptor, True)
-    except BaseException:
-        os.close(descriptor)
-        raise
+def _open_regular(path: Path, flags: int = 0) -> tuple[Descriptor, int]:
+    """The file at ``path``, and its size. Raises OSError where it is something else."""
+    descriptor = Descriptor(path, flags | os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
+    status = os.fstat(descriptor.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        descriptor.close()
+        raise os_error(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL)
+    os.set_blocking(descriptor.fileno(), True)
     return descriptor, status.st_size
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar, get_origin
 import msgspec
 import numpy as np
 
+from penstock._native import Descriptor
 from penstock.errors import InvalidFile
 
 VERSIONS = {"trace": 2, "plan": 2}  # by type; the others are at 1
@@ -151,15 +152,12 @@ def lock(descriptor: int) -> None:
 
 def remove_unlocked(path: Path) -> None:
     """Remove a regular file, where that is possible and nobody has locked it."""
-    with contextlib.suppress(OSError):
-        # Without waiting: it could be a pipe that somebody else put there.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-        finally:
-            os.close(descriptor)
+    # Without waiting: it could be a pipe that somebody else put there.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(OSError), Descriptor(path, flags) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -168,16 +166,15 @@ def sync_folder(folder: Path) -> None:
     Raises OSError where the disk fails.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened = Descriptor(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
         return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY):
-            raise
-    finally:
-        os.close(descriptor)
+    with opened:
+        try:
+            os.fsync(opened.fileno())
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY):
+                raise
 
 
 class Source(NamedTuple):

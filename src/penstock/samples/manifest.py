@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from penstock._native import Descriptor
 from penstock.core import files
 from penstock.errors import InvalidFile
 from penstock.samples.layout import data_file_name
@@ -136,16 +137,16 @@ class StoreManifest(Sealed, frozen=True, kw_only=True, rename=_IN_THE_FILE):
         return sizes
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor of the regular file at ``path``, for reading. Pipes and devices are refused.
+def open_regular(path: Path) -> Descriptor:
+    """The regular file at ``path``, for reading. Pipes and devices are refused.
 
     Raises OSError as os.open does, InvalidFile for what is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    descriptor = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
+        descriptor.close()
         raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
-    os.set_blocking(descriptor, True)
+    os.set_blocking(descriptor.fileno(), True)
     return descriptor
 
 

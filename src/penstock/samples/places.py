@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from penstock._native import Descriptor
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import cannot_open, disk_failure
 from penstock.samples.layout import DIRECTORY, MANIFEST, PARTITION, partition_name
@@ -222,8 +223,12 @@ class Folder(Place):
 
     def manifest_text(self) -> bytes:
         try:
-            with open(open_regular(self.path / MANIFEST), "rb") as file:
-                return file.read(LARGEST_MANIFEST_BYTES + 1)
+            with (
+                open_regular(self.path / MANIFEST) as descriptor,
+                open(descriptor.fileno(), "rb", closefd=False) as file,
+            ):
+                # So many bytes are allocated.
+                return file.read(min(os.fstat(descriptor.fileno()).st_size, LARGEST_MANIFEST_BYTES) + 1)
         except OSError as error:
             raise cannot_open(self.path, error) from error
 
@@ -231,13 +236,11 @@ class Folder(Place):
         return os.path.getsize(self.path / name)
 
     def load(self, name: str, wanted_bytes: int, ahead: bool = True) -> Bytes:
-        descriptor = self._descriptor(name, wanted_bytes)
-        try:
-            return mapped(descriptor, wanted_bytes, ahead)
-        except OSError as error:
-            raise cannot_open(self.path_of(name), error) from error
-        finally:
-            os.close(descriptor)
+        with self._descriptor(name, wanted_bytes) as descriptor:
+            try:
+                return mapped(descriptor.fileno(), wanted_bytes, ahead)
+            except OSError as error:
+                raise cannot_open(self.path_of(name), error) from error
 
     def open(self, name: str, wanted_bytes: int | None = None) -> StoreFile:
         opened = from_descriptor(self._descriptor(name, wanted_bytes), self.path_of(name))
@@ -246,7 +249,7 @@ class Folder(Place):
     def read_failure(self, error_number: int) -> tuple[str, str]:
         return disk_failure(error_number)
 
-    def _descriptor(self, name: str, wanted_bytes: int | None) -> int:
+    def _descriptor(self, name: str, wanted_bytes: int | None) -> Descriptor:
         path = self.path / name
         try:
             descriptor = open_regular(path)
@@ -254,12 +257,8 @@ class Folder(Place):
             raise InvalidFile(f"{path} is missing, which {MANIFEST} names. {AGAIN}") from error
         except OSError as error:
             raise cannot_open(path, error) from error
-        try:
-            if wanted_bytes is not None:
-                check_size(str(path), os.fstat(descriptor).st_size, wanted_bytes, AGAIN)
-        except InvalidFile:
-            os.close(descriptor)
-            raise
+        if wanted_bytes is not None:
+            check_size(str(path), os.fstat(descriptor.fileno()).st_size, wanted_bytes, AGAIN)
         return descriptor
 
 

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
+from penstock._native import Descriptor
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.transfer import File
 
@@ -53,44 +54,50 @@ class OpenFile(Closing):
     refusal   why it has none past the page cache; empty where it has one
     """
 
-    def __init__(self, file: File, refusal: str = "") -> None:
-        self.file = file
+    def __init__(
+        self,
+        buffered: Descriptor | None = None,
+        direct: Descriptor | None = None,
+        alignment_bytes: int = SMALLEST_ALIGNMENT_BYTES,
+        refusal: str = "",
+    ) -> None:
+        self._owned = [each for each in (buffered, direct) if each is not None]
+        self.file = File(
+            -1 if buffered is None else buffered.fileno(),
+            -1 if direct is None else direct.fileno(),
+            alignment_bytes,
+        )
         self.refusal = refusal
 
     def close(self) -> None:
         """Close the descriptors. Idempotent. Raises OSError where what was written is lost."""
-        file, self.file = self.file, self.file._replace(buffered=-1, direct=-1)
-        try:
-            if file.direct >= 0:
-                os.close(file.direct)
-        finally:
-            if file.buffered >= 0:
-                os.close(file.buffered)
+        self.file = self.file._replace(buffered=-1, direct=-1)
+        with contextlib.ExitStack() as closed:
+            for descriptor in self._owned:
+                closed.enter_context(descriptor)
 
     def abandon(self) -> None:
         """Leave the descriptors open until the process ends: a transport whose disk hangs uses them."""
         self.file = self.file._replace(buffered=-1, direct=-1)
+        for descriptor in self._owned:
+            descriptor.release()
 
 
-def from_descriptor(descriptor: int, name: str | None = None) -> OpenFile:
+def from_descriptor(descriptor: Descriptor, name: str | None = None) -> OpenFile:
     """Make an open descriptor usable by transports, also where no path leads to its file any more.
 
-    descriptor   open for reading, or for reading and writing. It belongs to the OpenFile from now on
+    descriptor   open for reading, or for reading and writing. The OpenFile closes it
     name         what the log calls the file
     """
-    try:
-        direct, alignment_bytes, reason = open_direct(descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    if direct < 0:
-        _log_once(descriptor, name or "an unlinked file", reason)
-    return OpenFile(File(descriptor, direct, alignment_bytes), reason)
+    direct, alignment_bytes, reason = open_direct(descriptor.fileno())
+    if direct is None:
+        _log_once(descriptor.fileno(), name or "an unlinked file", reason)
+    return OpenFile(descriptor, direct, alignment_bytes, reason)
 
 
-def open_direct(descriptor: int) -> tuple[int, int, str]:
-    """A second descriptor of the same file past the page cache, its alignment, and "". Else -1 and why."""
-    refused = -1, SMALLEST_ALIGNMENT_BYTES
+def open_direct(descriptor: int) -> tuple[Descriptor | None, int, str]:
+    """A second descriptor of the same file past the page cache, its alignment, and "". Else None and why."""
+    refused = None, SMALLEST_ALIGNMENT_BYTES
     if name := _memory_file_system(descriptor):
         return *refused, f"{name} keeps its files in the page cache"
     demanded_bytes = _demanded_alignment(descriptor)
@@ -99,11 +106,10 @@ def open_direct(descriptor: int) -> tuple[int, int, str]:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
     try:
         # Not by its path: that may lead nowhere, or to another file by now.
-        direct = os.open(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT | os.O_CLOEXEC)
+        direct = Descriptor(f"/proc/self/fd/{descriptor}", flags | os.O_DIRECT)
     except OSError as error:
         return *refused, os.strerror(error.errno or errno.EIO)
-    if demanded_bytes is None and (error_number := _try_to_read(direct)):
-        os.close(direct)
+    if demanded_bytes is None and (error_number := _try_to_read(direct.fileno())):
         return *refused, os.strerror(error_number)
     return direct, max(demanded_bytes or 0, SMALLEST_ALIGNMENT_BYTES), ""
 

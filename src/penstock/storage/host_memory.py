@@ -9,6 +9,7 @@ import mmap
 import os
 import platform
 
+from penstock._native import Descriptor
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.machine import available_bytes, node_available_bytes
 from penstock.storage.aligned import address_of, align_down
@@ -63,7 +64,7 @@ class HostMemory:
         self.size_bytes = 0
         size_bytes = align_down(capacity_bytes, ALIGNMENT_BYTES)
         descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
-        self._open = OpenFile(File(descriptor))
+        self._open = OpenFile(Descriptor.owning(descriptor))
         try:
             os.ftruncate(descriptor, size_bytes)
             self._mapping = mmap.mmap(descriptor, size_bytes)

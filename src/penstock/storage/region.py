@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
+from penstock._native import Descriptor
 from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
 from penstock.options import Directories
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents, Stripes
@@ -112,16 +113,16 @@ class SpillFile:
         self.size_bytes = size_bytes
 
 
-def _open_unlinked(directory: Path) -> int:
+def _open_unlinked(directory: Path) -> Descriptor:
     if temporary := getattr(os, "O_TMPFILE", 0):
         try:
-            return os.open(directory, temporary | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            return Descriptor(directory, temporary | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
             if error.errno not in _NOT_SUPPORTED:
                 raise
     descriptor, path = tempfile.mkstemp(prefix=".penstock-", dir=directory)
     os.unlink(path)
-    return descriptor
+    return Descriptor.owning(descriptor)
 
 
 def _unusable(directory: Path, error: OSError) -> SpillError:

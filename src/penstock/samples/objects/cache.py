@@ -357,11 +357,11 @@ class CachedStore:
             if os.fstat(data_file).st_size != size_bytes:
                 os.ftruncate(data_file, size_bytes)
             direct, alignment_bytes, _ = open_direct(data_file)
-            if direct >= 0:
-                self._opened.callback(os.close, direct)
+            if direct is not None:
+                self._opened.callback(direct.close)
             held_file = self._open(f"held-{number:05d}.bin")
             held = _mapped_bits(held_file, chunks, folder)
-            direct_file = direct if alignment_bytes <= BLOCK_BYTES else -1
+            direct_file = direct.fileno() if direct and alignment_bytes <= BLOCK_BYTES else -1
             self.files.append(CachedFile(cache, data_file, direct_file, held, held_file))
 
     def _open(self, name: str) -> int:

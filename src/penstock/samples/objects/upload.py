@@ -83,7 +83,10 @@ def _parts(store: LocalStore, name: str) -> Iterator[bytes]:
     """The bytes of a file. Raises InvalidFile at its end where they are not what its manifest says."""
     path, crc, size_bytes = store.paths[name], 0, 0
     try:
-        with open(open_regular(path), "rb", buffering=0) as file:
+        with (
+            open_regular(path) as descriptor,
+            open(descriptor.fileno(), "rb", buffering=0, closefd=False) as file,
+        ):
             while part := file.read(_PART_BYTES):
                 crc, size_bytes = crc32c(part, crc), size_bytes + len(part)
                 yield part

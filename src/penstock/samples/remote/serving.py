@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock import _native
+from penstock._native import Descriptor
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.failures import cannot_open
 from penstock.samples.manifest import open_regular
@@ -85,9 +86,8 @@ class Server(Closing):
             extents = []
             for file in files:
                 if file.size_bytes:
-                    descriptor = _descriptor(store.paths[file.name])
-                    opened.callback(os.close, descriptor)
-                    extents.append((file.offset, file.size_bytes, descriptor))
+                    descriptor = opened.enter_context(_opened(store.paths[file.name]))
+                    extents.append((file.offset, file.size_bytes, descriptor.fileno()))
             self._descriptors = [descriptor for _, _, descriptor in extents]
             listener = opened.enter_context(_listener(wanted))
             self.portal = Portal(*listener.getsockname()[:2])
@@ -199,7 +199,7 @@ def _listener(portal: Portal) -> socket.socket:
         ) from error
 
 
-def _descriptor(path: Path) -> int:
+def _opened(path: Path) -> Descriptor:
     try:
         return open_regular(path)
     except OSError as error:

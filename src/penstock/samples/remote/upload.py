@@ -286,7 +286,10 @@ class _Writer:
         view = buffer.view()
         path = self._store.paths[self._plan.files[extent.file].name]
         try:
-            with open(open_regular(path), "rb", buffering=0) as file:
+            with (
+                open_regular(path) as descriptor,
+                open(descriptor.fileno(), "rb", buffering=0, closefd=False) as file,
+            ):
                 file.seek(extent.begin)
                 done_bytes = 0
                 while done_bytes < extent.size_bytes:
