@@ -34,7 +34,7 @@ bool is_leaving(const ManagedStorage& managed) {
 
 // What leaves does not: its copy, and those behind it, would wait for what is done to its memory now.
 bool moves(const ManagedStorage& managed) {
-  return managed.state == kComing ? managed.waits : managed.state == kResident && managed.hold.is_none();
+  return managed.state == kComing ? managed.waits : managed.state == kResident;
 }
 
 // It need not stay on the device, if it cannot move.

@@ -76,13 +76,11 @@ class StorageAccess:
         storages: Iterable[Storage],
         written: Sequence[Storage] = (),
         stays: bool = False,
-        launched: bool = False,
     ) -> Iterator[None]:
-        """The bytes of these are on the device meanwhile.
+        """The bytes of these are on the device meanwhile, to work on this thread's stream.
 
-        written    of them, what is written to
-        stays      they do not leave any more
-        launched   by work for this thread's stream, which waits for what comes
+        written   of them, what is written to
+        stays     they do not leave any more
         """
         used: list[ManagedStorage] = []
         storages = [storage for storage in storages if self._device.has(storage)]
@@ -97,8 +95,6 @@ class StorageAccess:
                 used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
                 self._pin(used, written)
             try:
-                if not launched:
-                    self._device.synchronize()
                 yield
             finally:
                 with self._engine.lock:

@@ -124,9 +124,7 @@ class Packing:
         done(*self._pack_or_expand(copy, stream))
 
     def _pack_or_expand(self, copy: Copy, stream: Any) -> Outcome:
-        for event in copy.ready:
-            stream.wait_event(event)
-        copy.wait()  # for the host's clock, too
+        copy.wait()
         self._events.free.extend(copy.ready)
         managed, content = copy.managed, as_bytes(copy.storage)
         codec = self._codecs.pop(managed.key, None)
