@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
+from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import queues
+from penstock.runtime.storage_methods import held_bytes
+from penstock.runtime.storages import ManagedStorage
+from tests.support import accelerator
 from tests.support.accelerator import wanted
+from tests.support.kvikio_stand_in import StandIn
 from tests.support.runs import ACCELERATED, offload
 
 DEVICE = wanted("emu")
@@ -23,6 +31,26 @@ COUNT = 12
 def _offload(spill_dir: Path, budget_bytes: int, **options: Any) -> penstock.Offload:
     how = {"host_budget": "96MiB", "hardware": ACCELERATED, **options}
     return offload(device=DEVICE, device_budget=budget_bytes, spill_dir=spill_dir, **how)
+
+
+def _find(run: penstock.Offload, tensor: torch.Tensor) -> ManagedStorage:
+    managed = run._clock.storages.find(tensor.untyped_storage())
+    assert managed is not None
+    return managed
+
+
+def _evict(engine: CopyEngine, managed: ManagedStorage, **how: Any) -> None:
+    with engine.lock:
+        engine.evict(managed, **how)
+
+
+def _keep_recipe(run: penstock.Offload, operator: Any, args: tuple[Any, ...], made: torch.Tensor) -> None:
+    find = run._clock.storages.track
+    run._clock.recomputation.keep_recipe(operator, args, {}, made, None, made.nbytes, find)
+
+
+# The host does not see copies end but where it has to.
+UNSEEN = mock.patch.object(queues, "POLLED_WITHIN_S", 60.0)
 
 
 def two_streams(spill_dir: Path, **options: Any) -> bool:
@@ -48,6 +76,16 @@ def two_streams(spill_dir: Path, **options: Any) -> bool:
 def from_disk(spill_dir: Path) -> bool:
     """The same, with all of the host's memory for staging."""
     return two_streams(spill_dir, host_budget="64MiB")
+
+
+def directly(spill_dir: Path) -> bool:
+    """The same, by the direct path."""
+    emu = accelerator.load(DEVICE)
+    if emu is None:
+        return True
+    with pytest.MonkeyPatch.context() as patch:
+        StandIn(emu.alias_of).install(patch)
+        return two_streams(spill_dir, host_budget="64MiB", paths="kvikio gpu-direct")
 
 
 def read_elsewhere(spill_dir: Path) -> bool:
@@ -209,12 +247,194 @@ def moved_while_it_waits(spill_dir: Path) -> bool:
                 for managed in found:
                     engine.prefetch(managed)
                 moved = compaction._move(compaction._segment, found[1])
+                for _ in range(2):  # its copy was issued, so it stays
+                    compaction._move(compaction._segment, found[0])
                 other = torch.full((2 * MIB,), 100.0, device=DEVICE)
             values = [*(tensor.max() for tensor in tensors), other.max(), other.min()]
             right &= [*map(float, values)] == [turn, turn + 1, 100, 100]
             moves.append(moved)
             del tensors, found, managed, other
     return right
+
+
+class _Below(TorchDispatchMode):
+    """Sees what the clock launches. meanwhile   what happens before the next launch"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], object] | None = None
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return operator(*args, **kwargs or {})
+
+
+def ended_at_a_launch(spill_dir: Path) -> bool:
+    """What a kernel or a view uses is leaving, and its copy ends, or is asked for, at the launch."""
+    right = True
+    with _Below() as below, _offload(spill_dir, 40 * MIB) as run:
+        engine = run._engine
+        for how in ({}, {"packs": 4, "writes": False}):
+            for use in (lambda tensor: tensor.add(0), lambda tensor: tensor.view(2, -1)):
+                tensor = torch.zeros(MIB, device=DEVICE)
+                _evict(engine, _find(run, tensor), release=True, **how)
+                below.meanwhile = engine.drain
+                right &= float(use(tensor).max()) == 0
+        for number in range(1, 5):
+            tensor = torch.full((MIB,), float(number), device=DEVICE)
+            managed = _find(run, tensor)
+            below.meanwhile = lambda managed=managed: _evict(engine, managed, release=True)  # type: ignore[misc]
+            tensor.mul_(2)
+            engine.drain()
+            right &= float(tensor.max()) == 2 * number
+    return right
+
+
+@UNSEEN
+def accessed(spill_dir: Path) -> bool:
+    """A tensor is printed, by no operator of the run, on a stream that is new."""
+    print_whole, meanwhile = torch._tensor_str._str, lambda: None
+
+    def printed(*args: Any, **kwargs: Any) -> str:
+        meanwhile()
+        return print_whole(*args, **kwargs)
+
+    with mock.patch.object(torch._tensor_str, "_str", printed), _offload(spill_dir, 40 * MIB) as run:
+        engine = run._engine
+        tensor = torch.full((MIB,), 7.0, device=DEVICE)
+        managed, made = _find(run, tensor), torch.accelerator.current_stream().record_event()
+        _evict(engine, managed, release=True)
+        engine.drain()
+        torch.full((MIB,), 9.0, device=DEVICE)  # is left in its memory
+        torch.accelerator.synchronize()
+        tensor.max()  # which waits for what comes
+        side = torch.Stream(device=DEVICE)
+        side.wait_event(made)
+        with side:
+            right = "7." in repr(tensor)
+        engine.drain()
+        tensor.add_(1)
+        _evict(engine, managed, release=True)
+        meanwhile = engine.drain
+        right &= "8." in repr(tensor)
+        twice = tensor * 2
+        _keep_recipe(run, torch.ops.aten.mul.Tensor, (tensor, 2), twice)
+        with run._clock._access.present([twice.untyped_storage()]), engine.lock:
+            run._clock.recomputation.drop(_find(run, twice))
+            right &= held_bytes(twice.untyped_storage()) == twice.nbytes
+        with run._clock._access.present([tensor.untyped_storage()], stays=True):
+            pass
+        _evict(engine, managed, release=True)
+        engine.drain()
+        return right and held_bytes(tensor.untyped_storage()) == tensor.nbytes
+
+
+@UNSEEN
+def resized(spill_dir: Path) -> bool:
+    """A storage gets other memory, beside others that leave for it, while it leaves, or has just come."""
+    made = torch.Event(DEVICE)
+    with mock.patch.object(queues, "STREAM_BYTES", 1), _offload(spill_dir, 40 * MIB) as run:
+        engine = run._engine
+        tensor = torch.full((3 * MIB,), 1.0, device=DEVICE)
+        others = [torch.full((MIB // 4,), 2.0, device=DEVICE) for _ in range(24)]
+        tensor.untyped_storage().resize_(16 * MIB)
+        engine.drain()
+        right = float(tensor.max()) == 1
+        for other in others:
+            _evict(engine, _find(run, other), release=False)
+        for other in others:
+            other.untyped_storage().resize_(0)
+        engine.drain()
+        side = torch.Stream(device=DEVICE)
+        tensor.record_stream(side)
+        made.record(torch.accelerator.current_stream())
+        _evict(engine, _find(run, tensor), release=True)
+        engine.drain()
+        torch.full((4 * MIB,), 9.0, device=DEVICE)  # is left in its memory
+        torch.accelerator.synchronize()
+        tensor.max()
+        side.wait_event(made)
+        with side:
+            tensor.untyped_storage().resize_(20 * MIB)
+            right &= float(tensor.min()) == 1
+        return right
+
+
+def made_again(spill_dir: Path) -> bool:
+    """What was dropped is made again on another stream, in memory that its own still uses, from what leaves
+    for it."""
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
+    right = True
+    with _offload(spill_dir, 44 * MIB) as run:
+        engine, recomputation = run._engine, run._clock.recomputation
+        for number in range(3):
+            source = torch.full((3 * MIB,), float(number), device=DEVICE)
+            made = source + 1
+            _keep_recipe(run, torch.ops.aten.add.Tensor, (source, 1), made)
+            side.wait_stream(main)
+            with engine.lock:
+                recomputation.drop(_find(run, made))
+            other = torch.full((3 * MIB,), 100.0, device=DEVICE)
+            value = other.max()
+            del other
+            with side:
+                found = made.max()
+            main.wait_stream(side)
+            right &= (float(found), float(value)) == (number + 1, 100)
+            kept = torch.full((3 * MIB,), 50.0, device=DEVICE)
+            with engine.lock:
+                recomputation.drop(_find(run, made))
+            other = torch.full((3 * MIB,), 60.0, device=DEVICE)
+            _evict(engine, _find(run, source), release=True)
+            right &= [*map(float, (made.max(), kept.max(), other.max()))] == [number + 1, 50, 60]
+            del source, made, kept, other
+    return right
+
+
+def in_turns(spill_dir: Path, tier: str = "host") -> bool:
+    """A copy of what another stream makes waits for its turn, while copies are begun that wait for something
+    else."""
+    side, main = torch.Stream(device=DEVICE), torch.accelerator.current_stream()
+    right = True
+    with mock.patch.object(queues, "STREAM_BYTES", 1), _offload(spill_dir, 64 * MIB) as run:
+        engine, bus = run._engine, run._device._copies._to_host
+        for number in range(3):
+            first, second, third = (torch.full((MIB,), float(number), device=DEVICE) for _ in range(3))
+            _evict(engine, _find(run, third), release=True)
+            engine.drain()
+            with bus._reporting:  # to the host no copy is over
+                _evict(engine, _find(run, first), release=False)
+                side.wait_stream(main)
+                with side:
+                    second.add_(1)
+                _evict(engine, _find(run, second), release=True, tier=tier)
+                while not bus.has_backlog:
+                    time.sleep(1e-3)
+                with engine.lock:
+                    engine.prefetch(_find(run, third))
+            engine.drain()
+            main.wait_stream(side)
+            right &= [*map(float, (first.max(), second.max(), third.max()))] == [number, number + 1, number]
+            del first, second, third
+    return right
+
+
+def in_turns_to_disk(spill_dir: Path) -> bool:
+    return in_turns(spill_dir, "disk")
+
+
+def given_back(spill_dir: Path) -> bool:
+    """What left compressed is fetched and expanded when its run is closed."""
+    tensors = []
+    with _offload(spill_dir, 40 * MIB) as run:
+        for number in range(4):
+            tensors.append(torch.zeros(MIB // 4, device=DEVICE))
+            tensors[-1][::50] = number + 1
+            _evict(run._engine, _find(run, tensors[-1]), release=True, packs=4)
+            run._engine.drain()
+    return [[*map(float, tensor[49:52])] for tensor in tensors] == [[0, number + 1, 0] for number in range(4)]
 
 
 moves: list[bool] = []  # whether it went elsewhere in time
@@ -231,6 +451,14 @@ PROBES: list[Probe] = [
     from_disk,
     two_tiers,
     moved_while_it_waits,
+    in_turns,
+    in_turns_to_disk,
+    directly,
+    ended_at_a_launch,
+    accessed,
+    resized,
+    made_again,
+    given_back,
 ]
 ATTEMPTS = [
     (order, seed, probe)

@@ -101,6 +101,12 @@ def test_what_is_written_there_stays(run: penstock.Offload, emu: Any) -> None:
     assert tensor[:3].tolist() == [0, 5, 5]
 
 
+def test_who_uses_it_need_not_wait(run: penstock.Offload, emu: Any, configure: Callable[..., None]) -> None:
+    tensor = away(4)[3]
+    configure(order="lazy")
+    assert ctypes.c_float.from_address(emu.alias_of(tensor.data_ptr())).value == 3
+
+
 def test_tensors_without_bytes_on_the_device(run: penstock.Offload) -> None:
     assert torch.empty(0, device=DEVICE).data_ptr() == 0
     tensor = torch.ones(3)

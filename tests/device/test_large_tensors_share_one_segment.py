@@ -242,6 +242,32 @@ def test_a_large_block_is_made_by_several_moves() -> None:
     assert segment.obstacles(16 * MIB, Leaves.nothing) is None
 
 
+def test_what_others_use_does_not_move(configure: Configure, tmp_path: Path) -> None:
+    """Of four places of 12 MiB the first and the last are free; what lies in the third has to move for 16."""
+    with penstock.offload(
+        device=DEVICE, device_budget=64 * MIB, host_budget="128MiB", spill_dir=tmp_path, hardware=ACCELERATED
+    ) as run:
+        compaction, storages = run._device._compaction, run._clock.storages
+        assert compaction.open(48 * MIB, torch.accelerator.current_stream())
+        tensors = [torch.ones(3 * MIB, device=DEVICE) for _ in range(4)]
+        second, third = (storages.find(tensor.untyped_storage()) for tensor in tensors[1:3])
+        assert second is not None and third is not None and compaction._segment is not None
+        second.pins += 1
+        del tensors[0], tensors[2]
+        storages.remove_dead()
+
+        def in_the_way() -> list[ManagedStorage] | None:
+            found = compaction._segment.obstacles(16 * MIB, Leaves.nothing)
+            return None if found is None else found[0]
+
+        assert in_the_way() == [third]
+        third.pins += 1
+        assert in_the_way() is None
+        third.pins -= 1
+        tensors[1].record_stream(torch.Stream(DEVICE))
+        assert in_the_way() is None
+
+
 def test_a_kernel_has_a_large_block_where_it_leaves_most_room_for_another() -> None:
     """Four times 10 MiB are free, with 3, 1 and 3 in between: the one in the middle moves for least."""
     begin, storages = 64 * MIB, [torch.UntypedStorage(1) for _ in range(3)]

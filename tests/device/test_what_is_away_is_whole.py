@@ -191,6 +191,39 @@ def test_a_model_that_was_there_counts(configure: Callable[..., None], tmp_path:
         assert run.report().peak_bytes <= 8 * MIB
 
 
+def test_a_block_of_the_host_is_free_when_its_copies_are_over(
+    configure: Callable[..., None], tmp_path: Path
+) -> None:
+    """Of two copies that kernels wait for: one out of the device, one back."""
+    with penstock.offload(
+        device=DEVICE, device_budget=8 * MIB, spill_dir=tmp_path, hardware=ACCELERATED, host_budget="65MiB"
+    ) as run:
+        tensor = torch.full((MIB // 4,), 1.0, device=DEVICE)
+        managed, device, engine = run._clock.storages.find(tensor.untyped_storage()), run._device, run._engine
+        out, into = device._copies._to_host, device._copies._from_host
+        assert managed is not None
+
+        def is_free() -> bool:
+            slot = device.reserve(managed, "host")
+            device.free_slot(managed, slot)
+            return bool(slot.tier == "host")
+
+        with into._reporting:  # to the host none is over
+            with out._reporting, engine.lock:
+                engine.evict(managed, release=True)
+                assert engine.leave_now(managed)
+                engine.demand([managed])
+                engine.will_write(managed)
+                device.free_slot(managed, managed.slot)
+                managed.slot = None
+                assert not is_free()
+            torch.accelerator.synchronize()
+            device.poll()
+            assert not is_free()
+        engine.drain()
+        assert is_free() and float(tensor.mean()) == 1
+
+
 @pytest.mark.parametrize("order", orders(DEVICE, "lazy", "stepped", "random", "newest"))
 def test_kernels_on_other_streams_are_waited_for(
     configure: Callable[..., None], order: str, tmp_path: Path
