@@ -445,7 +445,7 @@ MUTANTS = [
                 "    if (is_empty",
             ),
         ),
-        error="illegal memory access",
+        error="out of bounds for storage of size 0",
     ),
     Mutant(
         "what is pinned moves within the segment",
