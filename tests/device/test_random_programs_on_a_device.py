@@ -16,7 +16,7 @@ import torch
 
 from penstock.errors import BudgetTooSmall
 from tests.device.test_training_on_a_device_keeps_every_bit import TIERS, scheduled_at_random
-from tests.support.accelerator import orders, wanted
+from tests.support.accelerator import orders, peak_reserved_bytes, reset_peak, wanted
 from tests.support.programs import Program, Values, begin, make_program, run_step
 from tests.support.runs import ACCELERATED, Bits, bits, differences, in_memory, offload
 
@@ -55,7 +55,7 @@ def check(configure: Configure, seed: int, spill_dir: Path) -> int:
         if is_late:
             there = begin(program, DEVICE)
         before_bytes = torch.accelerator.memory_reserved()
-        torch.accelerator.reset_peak_memory_stats()
+        reset_peak(DEVICE)
         text = f"program {seed}, {order}, {tier}, {budget_bytes >> 20} MiB, {is_late=}"
         options: dict[str, Any] = {"hardware": ACCELERATED, "host_budget": TIERS[tier], "smallest_bytes": 1}
         try:
@@ -65,7 +65,7 @@ def check(configure: Configure, seed: int, spill_dir: Path) -> int:
             ):
                 found = run(program, there or begin(program, DEVICE), opened.step)
                 report = opened.report()
-                peak_bytes = torch.accelerator.max_memory_reserved()
+                peak_bytes = peak_reserved_bytes(DEVICE)
         except BudgetTooSmall as error:
             assert budget_bytes < error.minimum_bytes <= 32 * MIB, text
             budget_bytes += 2 * MIB

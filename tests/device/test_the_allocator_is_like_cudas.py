@@ -55,6 +55,17 @@ def test_sizes_are_rounded(asked: int, allocated_bytes: int, reserved_bytes: int
     assert (allocated(), reserved()) == (0, 0)
 
 
+def test_who_trains_cannot_reset_the_high_water_mark(emu: Any) -> None:
+    emu.configure()
+    memory(5 * MIB)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    torch.accelerator.reset_accumulated_memory_stats()
+    assert (torch.accelerator.max_memory_reserved(), emu.high_water_bytes()) == (0, 20 * MIB)
+    emu.configure()
+    assert emu.high_water_bytes() == 0
+
+
 def test_blocks_are_split_and_merged() -> None:
     one, two, three = (memory(5 * MIB) for _ in range(3))
     assert reserved() == 20 * MIB

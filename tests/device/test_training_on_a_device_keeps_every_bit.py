@@ -28,7 +28,7 @@ from penstock.errors import BudgetTooSmall
 from penstock.runtime import step_planner
 from penstock.runtime.schedule import Schedule
 from tests.runtime.test_random_programs_keep_every_bit import random_schedule
-from tests.support.accelerator import orders, wanted
+from tests.support.accelerator import orders, peak_reserved_bytes, reset_peak, wanted
 from tests.support.families import FAMILIES, Family, _Gpt
 from tests.support.runs import (
     ACCELERATED,
@@ -76,14 +76,14 @@ def inside(
     """On a device where nothing is cached, since the cap counts it. It must not hold more than the budget."""
     gc.collect()
     torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
+    reset_peak(DEVICE)
     before_bytes = torch.accelerator.memory_reserved()
     peak_bytes = 0
 
     def measured(step: Step) -> Bits:
         nonlocal peak_bytes
         found = program(step)
-        peak_bytes = torch.accelerator.max_memory_reserved() - before_bytes
+        peak_bytes = peak_reserved_bytes(DEVICE) - before_bytes
         return digests(found)
 
     found, report = offloaded(

@@ -62,6 +62,18 @@ def load(kind: str) -> Any:
     return importlib.import_module("emu")
 
 
+def reset_peak(kind: str) -> None:
+    torch.accelerator.reset_peak_memory_stats()
+    if (emulated := load(kind)) is not None:
+        emulated.reset_high_water()
+
+
+def peak_reserved_bytes(kind: str) -> int:
+    """Since `reset_peak`. CUDA has only what a run resets in every step, the emulated device its own mark."""
+    emulated = load(kind)
+    return torch.accelerator.max_memory_reserved() if emulated is None else int(emulated.high_water_bytes())
+
+
 @contextlib.contextmanager
 def reproducible(test: str) -> Iterator[None]:
     """Kernels give the same bits each time. In CUDA attention does so only where what cannot raises."""

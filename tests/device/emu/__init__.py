@@ -48,10 +48,12 @@ __all__ = [
     "Wait",
     "configure",
     "counters",
+    "high_water_bytes",
     "now_s",
     "page_lock",
     "page_unlock",
     "report",
+    "reset_high_water",
     "reset_report",
     "spans",
 ]
@@ -64,7 +66,8 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 torch.utils.rename_privateuse1_backend("emu")
 torch.ops.load_library(str(_path := library()))
 _native = ctypes.CDLL(str(_path))
-_native.emu_total_bytes.restype = _native.emu_alias_of.restype = ctypes.c_uint64
+for _function in (_native.emu_total_bytes, _native.emu_high_water_bytes, _native.emu_alias_of):
+    _function.restype = ctypes.c_uint64
 _native.emu_counter.restype = ctypes.c_int64
 _native.emu_configure.restype = _native.emu_page_unlock.restype = ctypes.c_char_p
 _virtual = VirtualTime(_native)
@@ -129,6 +132,16 @@ def counters() -> dict[str, int]:
     """Of the whole process: work launched and executed, changes of stream, waits of the host, and events that
     are there."""
     return {name: _native.emu_counter(which) for which, name in enumerate(_COUNTERS)}
+
+
+def reset_high_water() -> None:
+    """As `configure` does. No driver has this: the peaks of torch's statistics, whoever trains resets."""
+    _native.emu_reset_high_water()
+
+
+def high_water_bytes() -> int:
+    """Most bytes that were reserved at once since then."""
+    return int(_native.emu_high_water_bytes())
 
 
 def alias_of(address: int) -> int:

@@ -127,6 +127,16 @@ class Allocator final : public c10::DeviceAllocator {
     limit_ = bytes;
   }
 
+  void reset_high_water() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    high_water_ = reserved_;
+  }
+
+  size_t high_water() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return high_water_;
+  }
+
   void free(Block* block) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     count(&DeviceStats::allocation, block, -1);
@@ -235,6 +245,7 @@ class Allocator final : public c10::DeviceAllocator {
     char* address = map_segment(segment_bytes);
     if (!address) return nullptr;
     reserved_ += segment_bytes;
+    high_water_ = std::max(high_water_, reserved_);
     auto* block = new Block{address, segment_bytes, stream, is_small};
     stats_.num_device_alloc++;
     count(&DeviceStats::segment, block, 1);
@@ -314,6 +325,7 @@ class Allocator final : public c10::DeviceAllocator {
   std::vector<Block*> pending_;
   DeviceStats stats_;
   size_t reserved_ = 0;
+  size_t high_water_ = 0;
   size_t total_ = 4096 * kMiB;
   size_t limit_ = SIZE_MAX;
 };
@@ -339,5 +351,7 @@ c10::DeviceAllocator& allocator() { return instance(); }
 void set_total_bytes(size_t bytes) { instance().set_total(bytes); }
 size_t total_bytes() { return instance().total(); }
 void set_limit_bytes(size_t bytes) { instance().set_limit(bytes); }
+void reset_high_water() { instance().reset_high_water(); }
+size_t high_water_bytes() { return instance().high_water(); }
 
 }  // namespace emu

@@ -16,4 +16,8 @@ size_t total_bytes();
 // Of what is reserved, below the device's total.
 void set_limit_bytes(size_t bytes);
 
+// Most bytes reserved since the first. torch reaches neither.
+void reset_high_water();
+size_t high_water_bytes();
+
 }  // namespace emu

@@ -168,6 +168,7 @@ const char* emu_configure(uint64_t total_bytes, int order, uint64_t seed, int ho
     emu::set_host_delay(host_delay_us);
     emu::set_limit_bytes(SIZE_MAX);
     emu::set_total_bytes(total_bytes);
+    emu::reset_high_water();
     return nullptr;
   } catch (const std::exception& error) {
     refused = error.what();
@@ -177,6 +178,8 @@ const char* emu_configure(uint64_t total_bytes, int order, uint64_t seed, int ho
 
 void emu_halt() { emu::halt(); }
 void emu_set_limit_bytes(uint64_t bytes) { emu::set_limit_bytes(bytes); }
+void emu_reset_high_water() { emu::reset_high_water(); }
+uint64_t emu_high_water_bytes() { return emu::high_water_bytes(); }
 uint64_t emu_total_bytes() { return emu::total_bytes(); }
 int emu_is_forked() { return emu::is_forked(); }
 
