@@ -296,6 +296,22 @@ def test_a_model_above_its_budget(
     assert report.evicted_bytes > 2 * MIB and report.peak_bytes <= 8 * MIB
 
 
+def test_a_small_result_beside_a_large_one_has_room(configure: Configure, tmp_path: Path) -> None:
+    """Of a kernel that cannot run again, in a step that is not planned. All is reserved for large tensors."""
+
+    def program(step: Step) -> Bits:
+        with step():
+            large = [torch.full((MIB,), float(number), device=DEVICE) for number in range(8)]
+            found = F.dropout(large[0].requires_grad_(), 0.5)  # of 4 MiB, and a mask of 1 MiB
+            return bits([found, *large])
+
+    configure(order="eager")
+    plain = expected(program)
+    configure(order="lazy")
+    found, _ = inside(program, 41 * MIB, "host", tmp_path)  # of which two segments of the allocator take 40
+    assert differences(plain, found) == []
+
+
 def test_what_was_there_before_comes_below_the_budget(configure: Configure, tmp_path: Path) -> None:
     """With the segments that small tensors keep. What the run is not told of is beside the budget in the step
     that meets it."""
