@@ -565,7 +565,6 @@ class AcceleratorDevice:
             return False
         engine = self.engine
         assert engine is not None
-        self._reserved.on_out_of_memory()
         asked_bytes = _asked_bytes(error, needed_bytes)
         self._on_out_of_memory(asked_bytes)
         segment = self.memory.segment
@@ -585,7 +584,7 @@ class AcceleratorDevice:
         if not self._driver.is_out_of_memory(error):
             return
         asked_bytes = max(needed_bytes, _asked_bytes(error, needed_bytes), 1)
-        in_use_bytes, fragments_bytes = self._reserved.on_out_of_memory()
+        in_use_bytes, fragments_bytes = self._reserved.in_use_and_free_bytes()
         least_bytes = max(self.budget_for(asked_bytes), self._reserved.budget_bytes + SMALL_SEGMENT_BYTES)
         raise BudgetTooSmall(
             f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "
@@ -659,12 +658,6 @@ class AcceleratorDevice:
 
     def peak_bytes(self) -> int:
         return self._reserved.measure()
-
-    @property
-    def fragments_bytes(self) -> int:
-        """Most reserved bytes that no tensor had, when the allocator was at its peak or found no room."""
-        self._reserved.measure()
-        return self._reserved.fragments_bytes
 
     # -- the end -------------------------------------------------------------------------------
 

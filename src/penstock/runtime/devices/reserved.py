@@ -51,7 +51,6 @@ class ReservedMemory:
 
     foreign_bytes       allocated before the run, and not managed by it
     above_limit_bytes   reserved above the budget, as nothing more could be evicted
-    fragments_bytes     most reserved and in no tensor, at the allocator's peak or when it had no room
     small_bytes         peak of segments of small blocks
 
     Raises InvalidArgument where the device has less.
@@ -76,7 +75,7 @@ class ReservedMemory:
         self._reserved_for_each = before.reserved_bytes / max(before.allocated_bytes, 1)
         self.above_limit_bytes = 0
         self._beside_bytes = 0  # reserved for others when the step began
-        self._peak_bytes = self.fragments_bytes = self.small_bytes = 0
+        self._peak_bytes = self.small_bytes = 0
         self._has_ended = False
 
     @property
@@ -125,16 +124,13 @@ class ReservedMemory:
         memory = self._driver.memory()
         self._peak_bytes = max(self._peak_bytes, memory.peak_reserved_bytes - self._beside_bytes)
         self.small_bytes = max(self.small_bytes, memory.peak_small_bytes)
-        fragments_bytes = memory.peak_reserved_bytes - memory.peak_allocated_bytes
-        self.fragments_bytes = max(self.fragments_bytes, fragments_bytes)
         return self._peak_bytes
 
-    def on_out_of_memory(self) -> tuple[int, int]:
-        """The allocator found no room. Returns bytes in the run's tensors, and in fragments."""
+    def in_use_and_free_bytes(self) -> tuple[int, int]:
+        """Of what is reserved: in the run's tensors, and in none."""
         memory = self._driver.memory()
-        free_bytes = memory.reserved_bytes - memory.allocated_bytes
-        self.fragments_bytes = max(self.fragments_bytes, free_bytes)
-        return max(memory.allocated_bytes - self.foreign_bytes, 0), free_bytes
+        own_bytes = max(memory.allocated_bytes - self.foreign_bytes, 0)
+        return own_bytes, memory.reserved_bytes - memory.allocated_bytes
 
     def largest_new_segment_bytes(self) -> int:
         """Size of the largest segment that can still be reserved, next to those for small blocks."""
