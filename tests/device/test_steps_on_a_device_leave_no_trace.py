@@ -28,6 +28,7 @@ ORDERS = accelerator.orders(DEVICE, "lazy", "random")
 class Left(NamedTuple):
     """When all that can leave the device has left it.
 
+    host_tier_bytes   beside the copies of what is there: these may go to the disk by a later plan
     events   that there are, but for those kept to be used again: as many as were ever in use at once
     """
 
@@ -44,9 +45,10 @@ def left(run: penstock.Offload, emulated: Any) -> Left:
     engine.drain()
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
+    slots = [managed.slot for managed in device.storages.all() if managed.slot is not None]
     return Left(
         torch.accelerator.memory_reserved(),
-        slab._extents.used_bytes,
+        slab._extents.used_bytes - sum(slot.block.size_bytes for slot in slots if slot.tier == "host"),
         emulated.counters()["events"] - len(device._events.free) if emulated is not None else 0,
         held(run, torch.accelerator.memory_allocated()),
     )
