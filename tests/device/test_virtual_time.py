@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.device.test_training_on_a_device_keeps_every_bit import MODELS, TIERS
-from tests.support.runs import ACCELERATED, differences, in_memory, offloaded
+from tests.support.families import _Gpt
+from tests.support.runs import ACCELERATED, Bits, Step, differences, in_memory, offloaded
 
 ORDERS = ["eager", "lazy", "stepped", "random", "newest"]
 TO_DEVICE, TO_HOST = "to_device", "to_host"
@@ -421,6 +422,43 @@ def test_training_inside_a_budget_keeps_its_bits(emu: Any, order: str, tier: str
     assert report.to_host.copies > plain.to_host.copies
     assert report.to_device.copies > plain.to_device.copies
     assert report.busy_s > 0
+
+
+@pytest.mark.parametrize(("order", "budget"), [("random", "96MiB"), ("lazy", "6MiB")])
+def test_ideal_s_is_what_a_plain_step_takes(
+    emu: Any, machine: Any, order: str, budget: str, tmp_path: Path
+) -> None:
+    """Also where recorded steps wait for what moves. Kernels take seconds: the host's own time is nothing."""
+    links = {"to_device_bytes_per_s": 1e4, "to_host_bytes_per_s": 1e4}
+    slow = replace(machine, kernel_s=1.0, fp32=1e8, tf32=1e8, **links)
+    steps_s: list[float] = []
+
+    def program(step: Step) -> Bits:
+        with torch.device("emu"):
+            model = _Gpt(width=128, blocks=2)
+            words = torch.zeros(4, 32, dtype=torch.int64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(5):  # all of them recorded
+            settled(emu)
+            with step():
+                F.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            steps_s.append(emu.report().step_s)
+        return []
+
+    emu.configure(order=order, machine=slow, computes=False)
+    in_memory(program)
+    plain_s = steps_s[-1]
+    gc.collect()
+    torch.accelerator.empty_cache()
+    emu.configure(order=order, machine=slow, computes=False)
+    _, report = offloaded(
+        program, budget, tmp_path, device="emu:0", hardware=ACCELERATED, host_budget=TIERS["host"]
+    )
+    assert (steps_s[-1] > 2 * plain_s) == (budget == "6MiB")
+    assert report.ideal_s == pytest.approx(plain_s, rel=0.01)
 
 
 ITEMS = st.lists(
