@@ -170,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.quick:
             model = model._replace(blocks=model.few)
         for result in results(model, machine, planning, options.steps, options.spill_dir):
-            console.print(f"{name}, {result['share']:.0%} of the peak: {result.pop('text')}")
+            ratio = f"{result['share']:.0%} of the peak, {result['ratio']:.2f} of the prediction"
+            console.print(f"{name}, {ratio}: {result.pop('text')}")
             rows.append({"model": name, "blocks": model.blocks, **result})
     document = {
         **heading("virtual_time"),
