@@ -309,7 +309,7 @@ test-asan test-tsan: test-%: module-%
 # and when it is freed: nearly as quick as without, and so for more tests. Others: make test-hardened HARDENED=tests/cli
 HARDENED = $(addprefix tests/,checkpoint codecs nvme planning samples storage)
 test-hardened: module-hardened
-	MALLOC_PERTURB_=165 build/module-hardened/venv/bin/python -m pytest -n 2 --dist worksteal \
+	PATH="$(CURDIR)/$(BIN):$$PATH" MALLOC_PERTURB_=165 build/module-hardened/venv/bin/python -m pytest -n 2 --dist worksteal \
 	  -m 'not slow and not kernel_target' $(HARDENED)
 
 # The module built otherwise, beside the installed one, in an environment that has the packages of that one.

@@ -40,6 +40,7 @@ bool moves(const ManagedStorage& managed) {
 // It need not stay on the device, if it cannot move.
 bool may_go(const ManagedStorage& managed, Leaves leaves) {
   if (managed.state == kComing || leaves == Leaves::kNone) return false;
+  if (managed.state == kResident && !managed.hold.is_none()) return false;  // its packed bytes are being written
   return leaves == Leaves::kAny || is_leaving(managed);
 }
 

@@ -327,9 +327,9 @@ def test_what_cannot_be_opened_just_now_is_not_passed_over(
 
 def test_a_checkpoint_needs_few_files(tmp_path: Path) -> None:
     """All of them are open while it is loaded."""
-    state = {str(number): numbers(5_000, seed=number) for number in range(150)}
+    state = {str(number): numbers(5_000, seed=number) for number in range(70)}
     with Manager(tmp_path, keep_last=1) as manager:
-        for step in range(70):
+        for step in range(68):
             state[str(step)] = numbers(5_000, seed=1000 + step)
             manager.save(state, step, wait=True)
             assert len(checkpoint.info(manager.latest()).elsewhere) <= 64
@@ -712,7 +712,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("how", ["nameless", "hidden"])
+@pytest.mark.parametrize("how", ["nameless", pytest.param("hidden", marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_its_newest_checkpoint_whole(how: str, tmp_path: Path) -> None:
     chance, last = random.Random(3), 0
     for _ in range(4):

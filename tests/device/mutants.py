@@ -18,6 +18,7 @@ import fcntl
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -376,6 +377,13 @@ MUTANTS = [
         f"{ADDRESSES}::test_several_stay_together_until_a_step_begins",
     ),
     Mutant(
+        "what others have leaves",
+        METHODS,
+        "            given.extend(used)\n            self._lent.extend(used)\n",
+        "            self._unpin(used)\n",
+        f"{ADDRESSES}::test_another_library_has_the_memory_for_as_long_as_it_likes",
+    ),
+    Mutant(
         "what is resized leaves meanwhile",
         METHODS,
         """                for part in parts:
@@ -492,6 +500,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_loader(fullname, self.loader) if fullname == self.name else None
 
 
+def cmake() -> str | None:
+    """The system's, or that of the environment."""
+    return shutil.which("cmake", path=f"{os.environ['PATH']}{os.pathsep}{Path(sys.executable).parent}")
+
+
 def built(mutant: Mutant, folder: Path) -> Path:
     """The native module with the mistake, in the folder. The first takes minutes: all is compiled."""
     sources = BUILD / "sources"
@@ -515,7 +528,7 @@ def built(mutant: Mutant, folder: Path) -> Path:
             ["-S", sources, "-B", BUILD, *(f"-D{name}={value}" for name, value in settings.items())],
             ["--build", BUILD, "--target", "_native", "--parallel", "2"],
         ):
-            done = subprocess.run(["cmake", *command], capture_output=True, text=True, check=False)
+            done = subprocess.run([cmake() or "cmake", *command], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(done.stdout + done.stderr)
         (module,) = BUILD.glob("_native*.so")

@@ -312,8 +312,13 @@ def accessed(spill_dir: Path) -> bool:
         tensor.max()  # which waits for what comes
         side = torch.Stream(device=DEVICE)
         side.wait_event(made)
-        with side:
-            right = "7." in repr(tensor)
+        access = run._clock._access
+        with (
+            side,
+            access.present([tensor.untyped_storage()], launched=True),
+            torch._C._DisableTorchDispatch(),
+        ):
+            right = float(tensor.max()) == 7
         engine.drain()
         tensor.add_(1)
         _evict(engine, managed, release=True)
@@ -410,7 +415,8 @@ def in_turns(spill_dir: Path, tier: str = "host") -> bool:
                 with side:
                     second.add_(1)
                 _evict(engine, _find(run, second), release=True, tier=tier)
-                while not bus.has_backlog:
+                end_s = time.monotonic() + 60
+                while not bus.has_backlog and time.monotonic() < end_s:
                     time.sleep(1e-3)
                 with engine.lock:
                     engine.prefetch(_find(run, third))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.device import probes
-from tests.device.mutants import MUTANTS, Mutant
+from tests.device.mutants import MUTANTS, Mutant, cmake
 from tests.support.accelerator import orders, wanted
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def test_without_one_all_is_right(configure: Callable[..., None], order: str, tm
     ids=[mutant.name for mutant in MUTANTS],
 )
 def test_each_changes_numbers(emu: Any, mutant: Mutant) -> None:
-    if mutant.is_native and (shutil.which("cmake") is None or importlib.util.find_spec("nanobind") is None):
+    if mutant.is_native and (cmake() is None or importlib.util.find_spec("nanobind") is None):
         pytest.skip("needs what builds the native module: make setup")
     done = subprocess.run(
         [sys.executable, "-m", "tests.device.mutants", mutant.name],

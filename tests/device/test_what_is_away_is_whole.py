@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,7 +130,8 @@ def test_a_worker_made_by_fork_is_refused(
     ):
         made = [torch.full((MIB // 4,), float(number), device=DEVICE) for number in range(COUNT)]
         assert not held_bytes(made[0].untyped_storage())
-        loader = DataLoader(Read(made[0]), None, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+        how: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
+        loader = DataLoader(Read(made[0]), None, **how)  # type: ignore[arg-type]
         (found,) = loader
         plain = torch.arange(3.0)
         assert found.pop("another tensor") == f"{plain} {[plain]}"

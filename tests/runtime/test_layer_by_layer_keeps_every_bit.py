@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.runtime import step_planner
 from tests.support.runs import HARDWARE, Bits, bits, differences, offload, state_bits
 
 SAMPLES, SIZE, WIDTH = 6, 2, 96
@@ -215,7 +216,10 @@ def test_blocks_can_be_compiled(opened: Callable[..., penstock.Offload]) -> None
         train(partial(build, whole=True), run.accumulate, run.step)
 
 
-def test_weights_are_read_once_and_not_for_each_part(opened: Callable[..., penstock.Offload]) -> None:
+def test_weights_are_read_once_and_not_for_each_part(
+    opened: Callable[..., penstock.Offload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_planner, "PLANNING_LIMITS_S", (0.2, 10.0))  # plans are compared
     read_bytes = {}
     options = {"micro_batch": 1, "hardware": SLOW, "recompute": False, "compress": False}
     for order in ("part", "layer"):

@@ -74,7 +74,7 @@ def last_checkpoint(folder: Path) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("after", [EVERY, 4 * EVERY])
+@pytest.mark.parametrize("after", [EVERY, pytest.param(4 * EVERY, marks=pytest.mark.slow)])
 def test_killed_with_two_resumed_with_three(tmp_path: Path, after: int) -> None:
     rng = np.random.default_rng(after)
     lengths = rng.integers(1, 100, TOKENS)

@@ -140,7 +140,7 @@ def test_an_upload_goes_on_after_trouble_of_the_server(s3: S3, proxy: Proxy, pac
     url = s3.url("stores/upload-in-trouble")
     proxy.answer = lambda line, number: 503 if writes(line) and "data-00002" in line else None
     with pytest.raises(SampleError, match=f"{url}/data-00002.bin cannot be written: .*answers 503"):
-        samples.upload(packed, url, timeout_s=1)
+        samples.upload(packed, url, timeout_s=6)
     with pytest.raises(SampleError, match=r"no sample store.*goes on by the same command"):
         samples.mount(url)
     answers = ["drop", 503, 500, "lost", None, 429, None]
@@ -275,7 +275,7 @@ def test_a_loader_s_state_after_the_error_goes_on_with_every_sample_once(
 
     whole = received(loader())
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    first = loader(timeout_s=1)
+    first = loader(timeout_s=3)
     batches = iter(first)
     seen = [next(batches) for _ in range(2)]
     served.answer = lambda path, number: 503
@@ -585,7 +585,7 @@ def test_a_kill_leaves_the_cache_whole(url: str, packed: Path, tmp_path: Path) -
         wanted = bits(here)
     for after_s in (0.0, 0.02, 0.1):
         mounted = context.Queue()  # its lock may die with the child
-        child = context.Process(target=object_readers.read_for_ever, args=(url, cache, mounted))
+        child = context.Process(target=object_readers.read_for_ever, args=(url, cache, mounted), daemon=True)
         child.start()
         mounted.get(timeout=60)
         threading.Event().wait(after_s)

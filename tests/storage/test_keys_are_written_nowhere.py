@@ -48,7 +48,7 @@ def test_keys_are_in_nothing_that_is_left(
                     model(torch.ones(1, 100)).sum().backward()
                     model.zero_grad()
                 manager.save({"model": model.state_dict()}, step)
-        store = samples.mount(url, cache_bytes="64KiB", cache_dir=tmp_path / "cache", timeout_s=1)
+        store = samples.mount(url, cache_bytes="64KiB", cache_dir=tmp_path / "cache")
         epoch(store)
         said += map(repr, (run.report(), store, manager, samples.Loader(store, 4)))
         report.Record.of(run).save(tmp_path / "record")

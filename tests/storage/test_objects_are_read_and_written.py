@@ -289,7 +289,7 @@ def test_a_forked_process_that_may_not_start_another_says_so(tmp_path: Path) -> 
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             queue.put(store.read(0))
 
-        child = context.Process(target=without_files)
+        child = context.Process(target=without_files, daemon=True)
         child.start()
         said = queue.get(timeout=60)
         assert b"a forked process cannot start the one that asks for objects: [Errno 24]" in said

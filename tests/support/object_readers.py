@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -29,5 +30,5 @@ def read(url: str, cache: Path, seed: int, together: Any, queue: Any) -> None:
 def read_for_ever(url: str, cache: Path, queue: Any) -> None:
     with samples.mount(url, cache_bytes="32KiB", cache_dir=cache) as store:
         queue.put("mounted")
-        while True:
+        while (parent := multiprocessing.parent_process()) is not None and parent.is_alive():
             bits(store)

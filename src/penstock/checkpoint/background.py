@@ -131,7 +131,9 @@ class SaveHandle:
 
 _Future = concurrent.futures.Future[None]
 
-_changed = threading.Condition()
+# Ctrl-C may come in the condition's own methods, which are of Python, and leave it locked: not in the lock's.
+_lock = threading.RLock()
+_changed = threading.Condition(_lock)
 _copies: list[int] = []  # the bytes of each copy that is held
 # The saves in progress, oldest first. Each handle is kept until its save has ended: only then is it known
 # whether somebody asks for the error.
@@ -145,13 +147,13 @@ def room_for(copy_bytes: int) -> Iterator[None]:
     def is_free() -> bool:
         return len(_copies) < MOST_SAVES and sum(_copies) + copy_bytes <= MOST_COPIED_BYTES
 
-    with _changed:
+    with _lock:
         _changed.wait_for(lambda: not _copies or is_free())
         _copies.append(copy_bytes)
     try:
         yield
     finally:
-        with _changed:
+        with _lock:
             _copies.remove(copy_bytes)
             _changed.notify_all()
 
@@ -163,7 +165,7 @@ def start(path: Path | ObjectPath, work: Callable[[], None], held: contextlib.Ex
     The interpreter does not end before it is over.
     """
     handle = SaveHandle(path)
-    with _changed:
+    with _lock:
         arguments = (handle._future, work, held, _last(path))
         _going[handle._future] = handle
     try:
@@ -175,7 +177,7 @@ def start(path: Path | ObjectPath, work: Callable[[], None], held: contextlib.Ex
 
 def wait_for(path: Path | ObjectPath) -> None:
     """Wait until no save to ``path`` is in progress. Their errors are raised by their own handles."""
-    with _changed:
+    with _lock:
         last = _last(path)
     if last is not None:
         concurrent.futures.wait([last])
@@ -199,7 +201,7 @@ def _run(
         future.set_exception(error)
     else:
         future.set_result(None)
-    with _changed:
+    with _lock:
         del _going[future]
 
 
@@ -209,8 +211,9 @@ def _log_unasked(path: Path | ObjectPath, future: _Future) -> None:
 
 
 def _after_fork() -> None:
-    global _changed
-    _changed = threading.Condition()
+    global _changed, _lock
+    _lock = threading.RLock()
+    _changed = threading.Condition(_lock)
     for handle in _going.values():
         handle._leave_to_parent()
     _copies.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -76,11 +76,13 @@ class StorageAccess:
         storages: Iterable[Storage],
         written: Sequence[Storage] = (),
         stays: bool = False,
+        launched: bool = False,
     ) -> Iterator[None]:
-        """The bytes of these are on the device meanwhile, to work on this thread's stream.
+        """The bytes of these are on the device meanwhile.
 
-        written   of them, what is written to
-        stays     they do not leave any more
+        written    of them, what is written to
+        stays      they do not leave any more
+        launched   by work for this thread's stream, which waits for what comes
         """
         used: list[ManagedStorage] = []
         storages = [storage for storage in storages if self._device.has(storage)]
@@ -95,6 +97,8 @@ class StorageAccess:
                 used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
                 self._pin(used, written)
             try:
+                if not launched:
+                    self._device.synchronize()
                 yield
             finally:
                 with self._engine.lock:
@@ -107,15 +111,31 @@ class StorageAccess:
     def hold_addresses(self, storages: Sequence[Storage]) -> None:
         """The program takes their addresses, and may write there: until `let_addresses_go` they are on the
         device, and stay where they are."""
-        self._addressed |= dict.fromkeys(self._give(storages, held=self._addressed))
+
+        def is_wanted(managed: ManagedStorage) -> bool:
+            # What else is pinned is used by a kernel, which has said what it writes.
+            is_free = not managed.pins or managed.state > LEAVING or managed in self._lent
+            return is_free and managed not in self._addressed
+
+        def hold(used: Sequence[ManagedStorage]) -> None:
+            self._addressed |= dict.fromkeys(used)
+
+        self._give(storages, is_wanted, hold)
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
         """The program gives others the tensor's memory, and they may write there: until what is returned, of
         the same memory, is gone, it is on the device, and stays where it is."""
-        lent = tensor.detach()
-        given = self._give(storages_in(tensor))
-        self._lent += given
+        storages = storages_in(tensor)
+        is_away = any(self.away_bytes(storage) for storage in storages)
+        lent = tensor.detach()  # brings it, for this stream
+        given: list[ManagedStorage] = []
         weakref.finalize(lent, self._end_loan, given).atexit = False
+
+        def hold(used: Sequence[ManagedStorage]) -> None:
+            given.extend(used)
+            self._lent.extend(used)
+
+        self._give(storages, lambda managed: True, hold, is_away)
         return lent
 
     def _end_loan(self, given: list[ManagedStorage]) -> None:
@@ -125,32 +145,31 @@ class StorageAccess:
             self._lent.remove(managed)
 
     def _give(
-        self, storages: Sequence[Storage], held: Container[ManagedStorage] = ()
-    ) -> list[ManagedStorage]:
-        """Pin what of them can move, but for what is held already, and count it as written."""
+        self,
+        storages: Sequence[Storage],
+        is_wanted: Callable[[ManagedStorage], bool],
+        hold: Callable[[Sequence[ManagedStorage]], None],
+        comes: bool = False,
+    ) -> None:
+        """Pin what is wanted of them and can move, for ``hold`` to have, and count it as written.
+
+        comes   copies to it may be under way
+        """
         storages = [storage for storage in storages if self._device.has(storage)]
         if not storages:
-            return []
+            return
         with self._interrupts, self._engine.lock:
             self._storages.remove_dead()
-            used = [part for storage in storages for part in self._storages.track(storage).parts()]
-            ours = (*self._addressed, *self._lent)
-            # What else is pinned is used by a kernel, which has said what it writes.
-            used = [
-                managed
-                for managed in dict.fromkeys(used)
-                if managed.movable
-                and managed not in held
-                and (not managed.pins or managed.state > LEAVING or managed in ours)
-            ]
+            parts = dict.fromkeys(part for each in storages for part in self._storages.track(each).parts())
+            used = [part for part in parts if part.movable and is_wanted(part)]
             if not used:
-                return []
-            comes = any(managed.state > LEAVING for managed in used)
+                return
+            comes = comes or any(managed.state > LEAVING for managed in used)
             self._pin(used, storages)
+            hold(used)
             self._end_kernel()
         if comes:
             self._device.synchronize()  # who uses the address may be no kernel
-        return used
 
     def let_addresses_go(self) -> None:
         """With the engine's lock held."""
@@ -214,7 +233,8 @@ class StorageAccess:
             replace(undo, torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
             replace(undo, torch.Tensor, "data_ptr", self._addressing(torch.Tensor.data_ptr))
             for owner, name in _EXPORTS:
-                replace(undo, owner, name, self._exporting(getattr(owner, name)))
+                if hasattr(owner, name):
+                    replace(undo, owner, name, self._exporting(getattr(owner, name)))
         for name, method in methods.items():
             replace(undo, Storage, name, method)
 
@@ -222,7 +242,10 @@ class StorageAccess:
         """In the place of what makes the text of a tensor, and turns all modes off for it."""
 
         def text_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            with self.present(storages_in(tensor)):
+            storages = [storage for storage in storages_in(tensor) if self._device.has(storage)]
+            if not storages:
+                return text(tensor, *args, **kwargs)
+            with self.present(storages):
                 while True:
                     try:
                         return text(tensor, *args, **kwargs)

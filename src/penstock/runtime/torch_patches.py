@@ -123,7 +123,7 @@ def triton_launches_seen(present: Callable[..., contextlib.AbstractContextManage
     def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         given = [getattr(value, "base", value) for value in (*args, *kwargs.values())]  # of a descriptor
         storages = [tensor.untyped_storage() for tensor in tensors_in(given)]
-        with present(storages, written=storages):
+        with present(storages, written=storages, launched=True):
             return run(kernel, *args, **kwargs)
 
     with contextlib.ExitStack() as undo:
