@@ -15,6 +15,7 @@ import pytest
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import pack, reading
 from penstock.samples.store import Store, mount
+from penstock.storage.native import TransportUnavailable, UringTransport
 from tests.support.sample_stores import epoch, mounted, some_samples
 from tests.support.stores import write_store
 
@@ -126,6 +127,41 @@ def test_closing_ends_a_wait(tmp_path: Path) -> None:
             error = consumer.exception(30)
         assert isinstance(error, SampleError)
         assert "closed" in str(error)
+
+
+# A pipe that nobody writes to hangs as a disk does, in the kernel.
+HANGS = """
+import gc, os, sys
+from pathlib import Path
+from penstock.errors import SampleError
+from penstock.samples import mount, reading
+
+reading._CLOSE_TIMEOUT_S = 0.05
+store = mount(sys.argv[1], io="buffered", timeout_s=0.05)
+links = {int(each.name): each for each in Path("/proc/self/fd").iterdir()}
+held = [number for number, link in links.items() if link.exists() and ".bin" in os.readlink(link)]
+pipe, _ = os.pipe()
+for number in held:
+    os.dup2(pipe, number)
+try:
+    store.read(0)
+except SampleError as error:
+    assert "hangs" in str(error), error
+store.close()
+del store
+gc.collect()
+print(held != [] and all(os.path.sameopenfile(pipe, number) for number in held))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+def test_files_that_a_stuck_read_uses_stay_open(tmp_path: Path) -> None:
+    try:
+        UringTransport().close()
+    except TransportUnavailable as reason:
+        pytest.skip(f"io_uring: {reason}")
+    write_store(tmp_path, some_samples())
+    assert run(HANGS, tmp_path) == "True\n"
 
 
 @pytest.mark.parametrize("order", ORDERS)

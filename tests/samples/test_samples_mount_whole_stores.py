@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
+from penstock.samples.places import Folder
 from penstock.samples.reading import choose_io
 from penstock.samples.store import mount
 from tests.support.sample_stores import some_samples
@@ -39,6 +41,17 @@ def refused(path: Any, kind: type[PenstockError] = SampleError, **options: Any) 
     with pytest.raises(kind) as refusal:
         mount(path, **options)
     return str(refusal.value)
+
+
+def test_a_manifest_is_read_where_the_file_system_knows_no_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_size(descriptor: int) -> os.stat_result:
+        return os.stat_result((*os.stat(descriptor)[:6], 0, 0, 0, 0))
+
+    write_store(tmp_path, some_samples(10))
+    monkeypatch.setattr(os, "fstat", without_size)
+    assert Folder(tmp_path).manifest().samples == 10
 
 
 def test_partitions_are_mounted_in_order(tmp_path: Path) -> None:

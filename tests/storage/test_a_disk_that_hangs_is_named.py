@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,13 +37,22 @@ def disk() -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def space(tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch) -> SpillSpace:
+def opened(
+    tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], SpillSpace]:
+    """Opens a space on that disk."""
+
     def wait(_: Transfer) -> int:
         assert disk.wait(WAIT_S)
         return 0
 
     monkeypatch.setitem(TRANSPORTS, "hanging", lambda: MemoryTransport(1, fault=wait))
-    return SpillSpace(tmp_path, IoOptions(paths=["hanging direct"]), timeout_s=0.3)
+    return partial(SpillSpace, tmp_path, IoOptions(paths=["hanging direct"]), timeout_s=0.3)
+
+
+@pytest.fixture
+def space(opened: Callable[[], SpillSpace]) -> SpillSpace:
+    return opened()
 
 
 def is_named(error: SpillError | None, directory: Path) -> bool:
@@ -96,6 +107,23 @@ def test_close_gives_up_and_what_has_not_begun_fails(
     while len(transfers) < 4:
         assert disk.wait(WAIT_S)
     assert transfers[3].error is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+def test_files_stay_open_while_something_may_write_to_them(
+    opened: Callable[[], SpillSpace], disk: threading.Event, tmp_path: Path
+) -> None:
+    def is_open() -> bool:
+        links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return any(link.startswith(f"{tmp_path}/") for link in links)
+
+    buffer, space = AlignedBuffer(SIZE), opened()
+    space.write(space.allocate(SIZE), buffer.address, SIZE, buffer, lambda _: None, priority=EVICT)
+    with pytest.raises(SpillError, match="hangs"):
+        space.close()
+    del space
+    gc.collect()
+    assert is_open()
 
 
 def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -228,7 +228,12 @@ class Folder(Place):
                 open(descriptor.fileno(), "rb", closefd=False) as file,
             ):
                 # So many bytes are allocated.
-                return file.read(min(os.fstat(descriptor.fileno()).st_size, LARGEST_MANIFEST_BYTES) + 1)
+                wanted_bytes = min(os.fstat(descriptor.fileno()).st_size, LARGEST_MANIFEST_BYTES) + 1
+                text = file.read(wanted_bytes)
+                while len(text) == wanted_bytes <= LARGEST_MANIFEST_BYTES:  # some file systems say 0
+                    wanted_bytes = min(2 * wanted_bytes, LARGEST_MANIFEST_BYTES + 1)
+                    text += file.read(wanted_bytes - len(text))
+                return text
         except OSError as error:
             raise cannot_open(self.path, error) from error
 

@@ -32,6 +32,7 @@ _MOST_COPY_THREADS = 4
 _CLOSE_TIMEOUT_S = 10.0  # then what is stuck is left behind
 
 _inherited: list[object] = []  # what belongs to the parent of a forked process: not to be touched, nor ended
+_left_behind: list[list[StoreFile]] = []  # that a stuck read has by their numbers: they stay open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,8 @@ class Reader:
                     "behind. Look at the disk's health (dmesg)",
                     _CLOSE_TIMEOUT_S,
                 )
+                _left_behind.extend(self._files)
+                self._files = []
                 return
             closing: list[StoreFile | Place] = [each for files in self._files for each in files]
             closing += [directory.place for directory in self._directories]

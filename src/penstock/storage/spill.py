@@ -394,8 +394,8 @@ class SpillSpace(Closing):
     def close(self) -> None:
         """Wait for transfers in flight, then give the disk space back. Idempotent.
 
-        Raises SpillError where the disk hangs. What has not begun has failed then; the files stay open
-        until the process ends, since the system may still write to them.
+        Raises SpillError where the disk hangs. What has not begun has failed then. What has begun holds
+        this space, and so its files stay open, until it ends: the system may still write to them.
         """
         with self.lock:
             first = not self._closed
