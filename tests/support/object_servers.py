@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -61,23 +61,24 @@ def weed() -> str:
 def shared_seaweed(folder: Path) -> Iterator[S3]:
     """One server for all processes that give the same folder: the first starts it, the last ends it."""
     binary, note = weed(), folder / "seaweed.json"
-    with _locked(folder):
-        state: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
-        if not state:
-            state = {"users": 0, **_start(binary, folder)}
-        note.write_text(json.dumps({**state, "users": state["users"] + 1}))
-    endpoint = f"http://127.0.0.1:{state['port']}"
-    try:
-        yield S3(endpoint, _environment(endpoint), f"http://127.0.0.1:{state['metrics']}")
-    finally:
+    with _in_use(folder):
         with _locked(folder):
-            state = json.loads(note.read_text())
-            state["users"] -= 1
-            note.write_text(json.dumps(state))
-            if not state["users"]:
-                note.unlink()
-                _end(state["pid"])
-                shutil.rmtree(state["data"], ignore_errors=True)
+            state: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+            if not state:
+                state = {"users": 0, **_start(binary, folder)}
+            note.write_text(json.dumps({**state, "users": state["users"] + 1}))
+        endpoint = f"http://127.0.0.1:{state['port']}"
+        try:
+            yield S3(endpoint, _environment(endpoint), f"http://127.0.0.1:{state['metrics']}")
+        finally:
+            with _locked(folder):
+                state = json.loads(note.read_text())
+                state["users"] -= 1
+                note.write_text(json.dumps(state))
+                if not state["users"]:
+                    note.unlink()
+                    _end(state["pid"])
+                    shutil.rmtree(state["data"], ignore_errors=True)
 
 
 def _environment(endpoint: str) -> dict[str, str]:
@@ -92,12 +93,28 @@ def _environment(endpoint: str) -> dict[str, str]:
 @contextmanager
 def open_seaweed(folder: Path) -> Iterator[str]:
     """The endpoint of a server of its own that asks nobody for keys."""
-    state = _start(weed(), folder, open_to_all=True)
+    with _in_use(folder):
+        state = _start(weed(), folder, open_to_all=True)
+        try:
+            yield f"http://127.0.0.1:{state['port']}"
+        finally:
+            _end(state["pid"])
+            shutil.rmtree(state["data"], ignore_errors=True)
+
+
+# Ends the server, too, once no process has the pipe open that is its standard input: all were killed.
+_WATCHED = 'exec 3<&0 </dev/null; { read _ <&3; kill -KILL -$$; } & exec "$@" 3<&-'
+
+
+@contextmanager
+def _in_use(folder: Path) -> Iterator[None]:
+    with suppress(FileExistsError):
+        os.mkfifo(folder / "seaweed.users")
+    pipe = os.open(folder / "seaweed.users", os.O_RDWR)
     try:
-        yield f"http://127.0.0.1:{state['port']}"
+        yield
     finally:
-        _end(state["pid"])
-        shutil.rmtree(state["data"], ignore_errors=True)
+        os.close(pipe)
 
 
 def _start(binary: str, folder: Path, open_to_all: bool = False) -> dict[str, Any]:
@@ -111,11 +128,13 @@ def _start(binary: str, folder: Path, open_to_all: bool = False) -> dict[str, An
     config.write_text(json.dumps({"identities": [identity]}))
     master, volume, filer, port, metrics = free_ports(5)
     process = subprocess.Popen(
-        [binary, "server", f"-dir={data}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}"]
+        ["sh", "-c", _WATCHED, "sh", binary, "server"]
+        + [f"-dir={data}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}"]
         + ([] if open_to_all else [f"-s3.config={config}"])
         + [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-volume.max=50"]
         + ["-master.volumeSizeLimitMB=1024", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         + [f"-metricsPort={metrics}"],
+        stdin=(folder / "seaweed.users").open("rb"),
         stdout=(data / "log").open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
