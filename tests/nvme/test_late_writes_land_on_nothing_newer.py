@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -13,9 +15,11 @@ import pytest
 
 from penstock.errors import SampleError, SpillError
 from penstock.samples import mount, pack, upload
-from penstock.storage.nvme import lease
+from penstock.storage.native import NvmeTransport
+from penstock.storage.nvme import lease, namespace
 from penstock.storage.nvme.contents import (
     ENDED,
+    IN_USE,
     MARKER_BYTES,
     SPILL_MAGIC,
     STORE_MAGIC,
@@ -209,6 +213,96 @@ def test_a_run_on_another_machine_is_replaced_when_it_gives_no_sign(
     upload(stores[0], url_of(target, options=options), overwrite=True)
     assert clock.waited_s() == (20 if options else 300)
     mount(url_of(target)).close()
+
+
+@pytest.mark.parametrize("come_next", ["a run", "an upload"])
+def test_who_gives_signs_on_this_machine_goes_on_even_where_no_process_is_seen(
+    target: Target, tmp_path: Path, stores: list[Path], clock: Clock, come_next: str
+) -> None:
+    hidden = elsewhere()._replace(place=own_marker().place, process=2**40)  # of another user
+
+    def renew() -> None:
+        put(tmp_path, SPILL_MAGIC, hidden._replace(sign_s=int(lease.monotonic())))
+        assert clock.slept_s < 1000
+
+    renew()
+    clock.at_nap = renew
+    with pytest.raises((SpillError, SampleError), match=r"process \d+ on far spills tensors to "):
+        if come_next == "a run":
+            SpillSpace(url_of(target))
+        else:
+            upload(stores[0], url_of(target), overwrite=True)
+
+
+def test_an_old_sign_that_lands_meanwhile_is_no_sign(target: Target, tmp_path: Path, clock: Clock) -> None:
+    dead = elsewhere()._replace(place=own_marker().place, process=2**40, sign_s=int(lease.monotonic()))
+    put(tmp_path, SPILL_MAGIC, dead)
+    old = dead._replace(sign_s=dead.sign_s - 1)
+    clock.at_nap = lambda: clock.slept_s == 5 and put(tmp_path, SPILL_MAGIC, old)
+    SpillSpace(url_of(target)).close()
+    assert clock.waited_s() > 20
+
+
+def test_what_a_marker_says_has_nobody_wait_for_ever(
+    target: Target, tmp_path: Path, stores: list[Path], clock: Clock
+) -> None:
+    endless = elsewhere(lease_s=2**32 - 1, quiesce_s=2**32 - 1)
+    put(tmp_path, SPILL_MAGIC, endless)
+
+    def gives_up() -> None:
+        assert clock.slept_s < 5000
+
+    clock.at_nap = gives_up
+    SpillSpace(url_of(target, options="&takeover=1")).close()
+    assert clock.waited_s() == 300
+    put(tmp_path, WRITER_MAGIC, endless)
+    upload(stores[0], url_of(target), overwrite=True)
+    assert clock.waited_s() == 3600
+
+
+@pytest.mark.parametrize("state", [ENDED, IN_USE])
+def test_a_run_begins_behind_the_marker_of_an_upload_that_has_ended(
+    target: Target, tmp_path: Path, clock: Clock, state: int
+) -> None:
+    SpillSpace(url_of(target)).close()
+    here = elsewhere()._replace(place=own_marker().place, process=2**40, state=state)
+    put(tmp_path, WRITER_MAGIC, here)
+    SpillSpace(url_of(target)).close()
+
+
+def test_a_run_that_was_taken_over_writes_no_more(
+    target: Target,
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    often = lease._KINDS[SPILL_MAGIC]._replace(renewed_s=0.01)
+    monkeypatch.setitem(lease._KINDS, SPILL_MAGIC, often)
+    with SpillSpace(url_of(target)) as space:
+        extent = space.allocate(BLOCK)
+        moved(space, "write", extent, OLD)
+        (renewing,) = [thread for thread in threading.enumerate() if thread.name == "penstock-lease"]
+        while renewing.is_alive():
+            put(tmp_path, SPILL_MAGIC, elsewhere())  # one of its own may be on its way
+            clock.slept_s += 1
+            renewing.join(0.01)
+        before = image_of(tmp_path).read_bytes()
+        for kind, content in (("write", NEW), ("read", None)):
+            with pytest.raises(SpillError, match="process 7 on far has begun to write to "):
+                moved(space, kind, extent, content)
+    assert image_of(tmp_path).read_bytes() == before
+    assert not caplog.messages
+
+
+def test_a_marker_that_cannot_be_written_any_more_ends_no_run(
+    target: Target, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SpillSpace(url_of(target)):
+        transport = NvmeTransport()
+        transport.close()
+        monkeypatch.setitem(namespace._transports, os.getpid(), transport)
+    assert any("still says that this run spills to it" in text for text in caplog.messages)
 
 
 def begins(folder: Path) -> None:

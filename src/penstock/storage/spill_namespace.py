@@ -91,7 +91,7 @@ class SpillNamespace:
         return self._swap
 
     def failure(self, failed: Transfer) -> SpillError:
-        return _unusable(self.place, self._namespace.failure(failed))
+        return _unusable(self.place, self._lease.lost or self._namespace.failure(failed))
 
     @property
     def quiesce_s(self) -> float:
@@ -142,7 +142,7 @@ class SpillNamespace:
             )
 
 
-def _unusable(url: Url, error: TargetError) -> SpillError:
+def _unusable(url: Url, error: TargetError | Held) -> SpillError:
     unusable = SpillError(f"tensors cannot be spilled to {url}: {error}")
-    unusable.errno = error.errno or errno.EIO
+    unusable.errno = getattr(error, "errno", None) or errno.EIO
     return unusable

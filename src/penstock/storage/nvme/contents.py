@@ -148,7 +148,7 @@ def in_the_way(head: bytes | bytearray, takeover: bool = False) -> str | None:
         return f"a store that {writer.who} uploads"
     if marker is None:
         return known_contents(head)
-    if any(head[MARKER_BYTES:]):
+    if any(without_writer(head)[MARKER_BYTES:]):
         return "data that is not penstock's"
     if marker.state != IN_USE:
         return None

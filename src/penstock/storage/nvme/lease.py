@@ -36,6 +36,7 @@ logger = logging.getLogger("penstock")
 
 _OTHERS_S = 0.25  # in which another that has found it free too has written its marker
 _LOOKS_S = 1.0
+_LONGEST_QUIESCE_S, _LONGEST_LEASE_S = 300, 3600  # what a marker says beyond these is not believed
 
 
 class _Kind(NamedTuple):
@@ -64,6 +65,7 @@ def wait_for_others(device: Namespace, takeover: bool = False) -> None:
 
     Raises Held where somebody writes there, TargetError.
     """
+    begun_s = monotonic()
     seen: dict[bytes, Marker | None] = {}
     over_s: dict[bytes, float] = {}
     said = False
@@ -72,9 +74,12 @@ def wait_for_others(device: Namespace, takeover: bool = False) -> None:
             there = _read(device, magic)
             if magic in seen and there == seen[magic]:
                 continue
-            writes = there is not None and there.state == IN_USE
-            if there is not None and writes and (there.runs if there.is_here else magic in seen):
-                raise Held(f"{there.who} {kind.writes} {device.url}")
+            if there is not None and there.state == IN_USE:
+                # Of a process of another user it cannot always be told that it runs; and what changed may be
+                # an old sign that was lost, and has landed.
+                signs = magic in seen and (not there.is_here or there.sign_s > begun_s)
+                if signs or (there.is_here and there.runs):
+                    raise Held(f"{there.who} {kind.writes} {device.url}")
             seen[magic] = there
             over_s[magic] = monotonic() + (0.0 if there is None else _landing_s(there, takeover))
         magic = max(over_s, key=over_s.__getitem__)
@@ -106,13 +111,15 @@ class Lease(Closing):
     """The right to write to a namespace, until it is closed: of a run that spills (SPILL_MAGIC), or of an
     upload. A context manager. After `wait_for_others`.
 
+    lost   who has taken the namespace over, once that was seen. A run's is closed then
+
     Raises Held where somebody else took it at the same time, TargetError.
     """
 
     def __init__(self, device: Namespace, magic: bytes = WRITER_MAGIC) -> None:
         self._device, self._magic, self._kind = device, magic, _KINDS[magic]
         self._lock = threading.Lock()  # of what follows
-        self._lost: Held | None = None
+        self.lost: Held | None = None
         self._ended = threading.Event()
         self._renewed_s = -math.inf
         self._own = own_marker()._replace(
@@ -134,15 +141,15 @@ class Lease(Closing):
     def check(self) -> None:
         """Raises Held where somebody else has taken the namespace over; TargetError."""
         with self._lock:
-            if self._lost is None and monotonic() - self._renewed_s > self._kind.renewed_s / 2:
+            if self.lost is None and monotonic() - self._renewed_s > self._kind.renewed_s / 2:
                 try:
                     self._compare()
                     self._write(self._own._replace(sign_s=int(monotonic())))
                     self._renewed_s = monotonic()
                 except Held as lost:
-                    self._lost = lost
-            if self._lost is not None:
-                raise self._lost
+                    self.lost = lost
+            if self.lost is not None:
+                raise self.lost
 
     def __exit__(self, *raised: object) -> None:
         if raised[1] is None or isinstance(raised[1], Exception):
@@ -157,10 +164,11 @@ class Lease(Closing):
         if self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join()
         try:
-            self._compare()
-            self._end()
+            self._thread.join()
+            if self.lost is None:
+                self._compare()
+                self._end()
         except Held:  # the marker is the other's
             pass
         except TargetError as error:
@@ -201,6 +209,8 @@ class Lease(Closing):
             try:
                 self.check()
             except Held:
+                if self._magic == SPILL_MAGIC:
+                    self._device.close()  # nothing of the run may land on the other's
                 return
             except TargetError:  # the writes themselves will say so, or the target comes back
                 continue
@@ -210,4 +220,7 @@ def _read(device: Namespace, magic: bytes) -> Marker | None:
     """Whosever is there."""
     view = AlignedBuffer(align_up(MARKER_BYTES, device.block_bytes)).view()
     device.read_into(_KINDS[magic].offset, view)
-    return marker_of(bytes(view[:MARKER_BYTES]), magic)
+    there = marker_of(bytes(view[:MARKER_BYTES]), magic)
+    return there and there._replace(
+        lease_s=min(there.lease_s, _LONGEST_LEASE_S), quiesce_s=min(there.quiesce_s, _LONGEST_QUIESCE_S)
+    )

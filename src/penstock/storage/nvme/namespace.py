@@ -163,7 +163,10 @@ class Namespace(Closing):
         address = int(np.frombuffer(view, np.uint8).ctypes.data)
         transfer = Transfer(kind, self.file, offset, address, view.nbytes, keep=view)
         transfer.on_done = lambda _: over.set()
-        _transport().submit([transfer])
+        try:
+            _transport().submit([transfer])
+        except ValueError as error:  # it is closed, or broken
+            raise TargetError(f"{self.url}: {error}") from error
         if not over.wait(self._timeout_s * _PATIENCE):
             raise TargetError(
                 f"waited {format_seconds(self._timeout_s * _PATIENCE)} for {self.url}: {view.nbytes} bytes "
