@@ -109,10 +109,12 @@ def killed(work: Callable[[str, Connection], None], target: Target, *, after: in
     said, other = context.Pipe()
     process = context.Process(target=work, args=[url_of(target), other], daemon=True)
     process.start()
+    other.close()
+    assert said.poll(60)
     said.recv()
     target.fault("hold", "write", after=after)
     said.send("go on")
-    assert said.recv() == "written"
+    assert said.poll(60) and said.recv() == "written"
     process.kill()
     process.join()
     assert target.armed() == 0
@@ -341,12 +343,12 @@ def test_a_run_gives_signs(
     often = lease._KINDS[SPILL_MAGIC]._replace(renewed_s=0.01)
     monkeypatch.setitem(lease._KINDS, SPILL_MAGIC, often)
     with SpillSpace(url_of(target)):
-        first = there(tmp_path, SPILL_MAGIC)
-        assert first is not None
-        clock.slept_s += 5
+        while (first := there(tmp_path, SPILL_MAGIC)) is None:  # while it is being written
+            time.sleep(0.005)
         signs = {first.sign_s}
         for _ in range(2000):
-            now = there(tmp_path, SPILL_MAGIC)  # None while it is being written
+            clock.slept_s += 1
+            now = there(tmp_path, SPILL_MAGIC)
             signs |= {now.sign_s} if now is not None else set()
             if max(signs) >= first.sign_s + 5:
                 break
