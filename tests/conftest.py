@@ -97,7 +97,11 @@ def take_fewer_examples(items: list[pytest.Item]) -> None:
             found = getattr(holder, name, None)
             if isinstance(found, settings) and id(holder) not in done:
                 done.add(id(holder))
-                setattr(holder, name, settings(found, max_examples=max(5, found.max_examples // 3)))
+                setattr(
+                    holder,
+                    name,
+                    settings(found, max_examples=min(found.max_examples, max(5, found.max_examples // 3))),
+                )
 
 
 def pytest_collection_finish() -> None:

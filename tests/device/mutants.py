@@ -219,8 +219,8 @@ MUTANTS = [
     Mutant(
         "who takes an address does not wait for the bytes",
         METHODS,
-        "            self._device.synchronize()  # who uses the address may be no kernel\n",
-        "            pass\n",
+        "        self._device.synchronize()  # for what comes: who uses the address may be no kernel\n",
+        "        pass\n",
         f"{ADDRESSES}::test_who_uses_it_need_not_wait",
     ),
     # Memory that changes hands.

@@ -101,9 +101,14 @@ def test_what_is_written_there_stays(run: penstock.Offload, emu: Any) -> None:
     assert tensor[:3].tolist() == [0, 5, 5]
 
 
-def test_who_uses_it_need_not_wait(run: penstock.Offload, emu: Any, configure: Callable[..., None]) -> None:
+@pytest.mark.parametrize("brought", [False, True], ids=["away", "on its way"])
+def test_who_uses_it_need_not_wait(
+    run: penstock.Offload, emu: Any, configure: Callable[..., None], brought: bool
+) -> None:
     tensor = away(4)[3]
     configure(order="lazy")
+    if brought:  # for a kernel, which waits on the device
+        tensor.add(0)
     assert ctypes.c_float.from_address(emu.alias_of(tensor.data_ptr())).value == 3
 
 

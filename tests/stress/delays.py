@@ -79,13 +79,16 @@ def install() -> None:
     wrapped.RLock = lambda: _Lock(threading.RLock())
     wrapped.Condition = lambda lock=None: threading.Condition(lock or wrapped.RLock())
     for module in [module for name, module in sys.modules.items() if name.startswith("penstock.")]:
+        conditions, locks = dict[str, Any](), dict[int, _Lock]()
         for name, value in list(vars(module).items()):
             if value is threading:
                 setattr(module, name, wrapped)
             elif isinstance(value, _LOCKS):
-                setattr(module, name, _Lock(value))
+                setattr(module, name, locks.setdefault(id(value), _Lock(value)))
             elif isinstance(value, threading.Condition):
-                setattr(module, name, wrapped.Condition())
+                conditions[name] = value
+        for name, value in conditions.items():  # of one of these locks, or one of their own
+            setattr(module, name, wrapped.Condition(locks.get(id(value._lock))))  # type: ignore[attr-defined]
 
 
 def current() -> int:

@@ -134,7 +134,7 @@ _Future = concurrent.futures.Future[None]
 # Ctrl-C may come in the condition's own methods, which are of Python, and leave it locked: not in the lock's.
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
-_copies: list[int] = []  # the bytes of each copy that is held
+_copies: dict[object, int] = {}  # the bytes of each copy that is held
 # The saves in progress, oldest first. Each handle is kept until its save has ended: only then is it known
 # whether somebody asks for the error.
 _going: dict[_Future, SaveHandle] = {}
@@ -145,16 +145,17 @@ def room_for(copy_bytes: int) -> Iterator[None]:
     """Wait until there is room for a copy of so many bytes, and occupy it."""
 
     def is_free() -> bool:
-        return len(_copies) < MOST_SAVES and sum(_copies) + copy_bytes <= MOST_COPIED_BYTES
+        return len(_copies) < MOST_SAVES and sum(_copies.values()) + copy_bytes <= MOST_COPIED_BYTES
 
-    with _lock:
-        _changed.wait_for(lambda: not _copies or is_free())
-        _copies.append(copy_bytes)
+    copy = object()
     try:
+        with _lock:
+            _changed.wait_for(lambda: not _copies or is_free())
+            _copies[copy] = copy_bytes
         yield
     finally:
         with _lock:
-            _copies.remove(copy_bytes)
+            _copies.pop(copy, None)
             _changed.notify_all()
 
 
@@ -168,8 +169,15 @@ def start(path: Path | ObjectPath, work: Callable[[], None], held: contextlib.Ex
     with _lock:
         arguments = (handle._future, work, held, _last(path))
         _going[handle._future] = handle
+    thread = threading.Thread(target=_run, args=arguments, name="penstock-save", daemon=False)
     try:
-        threading.Thread(target=_run, args=arguments, name="penstock-save", daemon=False).start()
+        thread.start()
+    except KeyboardInterrupt:
+        if thread.ident is None:  # it has not begun, and nobody waits for it
+            with _lock:
+                _going.pop(handle._future, None)
+            held.close()
+        raise
     except RuntimeError:  # the interpreter is ending, or there are too many threads: saved here and now
         _run(*arguments)
     return handle

@@ -125,9 +125,7 @@ class StorageAccess:
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
         """The program gives others the tensor's memory, and they may write there: until what is returned, of
         the same memory, is gone, it is on the device, and stays where it is."""
-        storages = storages_in(tensor)
-        is_away = any(self.away_bytes(storage) for storage in storages)
-        lent = tensor.detach()  # brings it, for this stream
+        lent = tensor.detach()
         given: list[ManagedStorage] = []
         weakref.finalize(lent, self._end_loan, given).atexit = False
 
@@ -135,7 +133,7 @@ class StorageAccess:
             given.extend(used)
             self._lent.extend(used)
 
-        self._give(storages, lambda managed: True, hold, is_away)
+        self._give(storages_in(tensor), lambda managed: True, hold)
         return lent
 
     def _end_loan(self, given: list[ManagedStorage]) -> None:
@@ -149,12 +147,8 @@ class StorageAccess:
         storages: Sequence[Storage],
         is_wanted: Callable[[ManagedStorage], bool],
         hold: Callable[[Sequence[ManagedStorage]], None],
-        comes: bool = False,
     ) -> None:
-        """Pin what is wanted of them and can move, for ``hold`` to have, and count it as written.
-
-        comes   copies to it may be under way
-        """
+        """Pin what is wanted of them and can move, for ``hold`` to have, and count it as written."""
         storages = [storage for storage in storages if self._device.has(storage)]
         if not storages:
             return
@@ -164,12 +158,10 @@ class StorageAccess:
             used = [part for part in parts if part.movable and is_wanted(part)]
             if not used:
                 return
-            comes = comes or any(managed.state > LEAVING for managed in used)
             self._pin(used, storages)
             hold(used)
             self._end_kernel()
-        if comes:
-            self._device.synchronize()  # who uses the address may be no kernel
+        self._device.synchronize()  # for what comes: who uses the address may be no kernel
 
     def let_addresses_go(self) -> None:
         """With the engine's lock held."""

@@ -32,7 +32,7 @@ _MOST_COPY_THREADS = 4
 _CLOSE_TIMEOUT_S = 10.0  # then what is stuck is left behind
 
 _inherited: list[object] = []  # what belongs to the parent of a forked process: not to be touched, nor ended
-_left_behind: list[list[StoreFile]] = []  # that a stuck read has by their numbers: they stay open
+_left_behind: list[list[list[StoreFile]]] = []  # what stuck reads have by their numbers: they stay open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,18 +206,19 @@ class Reader:
             self._reader = self.feed = None
             if feed is not None:
                 feed.close()
-            if reader is not None and not reader.close(_CLOSE_TIMEOUT_S):
-                logger.warning(
-                    "a read did not end within %g s after its store was closed: its memory and file are left "
-                    "behind. Look at the disk's health (dmesg)",
-                    _CLOSE_TIMEOUT_S,
-                )
-                _left_behind.extend(self._files)
-                self._files = []
-                return
-            closing: list[StoreFile | Place] = [each for files in self._files for each in files]
+            opened, self._files = self._files, []
+            if reader is not None:
+                _left_behind.append(opened)  # until it is known that nobody reads: Ctrl-C may end the wait
+                if not reader.close(_CLOSE_TIMEOUT_S):
+                    logger.warning(
+                        "a read did not end within %g s after its store was closed: its memory and file are "
+                        "left behind. Look at the disk's health (dmesg)",
+                        _CLOSE_TIMEOUT_S,
+                    )
+                    return
+                _left_behind[:] = [each for each in _left_behind if each is not opened]
+            closing: list[StoreFile | Place] = [each for files in opened for each in files]
             closing += [directory.place for directory in self._directories]
-            self._files = []
             if self._fetcher is None:
                 _close_all(closing)
             else:

@@ -65,7 +65,7 @@ def wait_for_others(device: Namespace, takeover: bool = False) -> None:
 
     Raises Held where somebody writes there, TargetError.
     """
-    begun_s = monotonic()
+    begun_s = int(monotonic())
     seen: dict[bytes, Marker | None] = {}
     over_s: dict[bytes, float] = {}
     said = False
@@ -77,7 +77,7 @@ def wait_for_others(device: Namespace, takeover: bool = False) -> None:
             if there is not None and there.state == IN_USE:
                 # Of a process of another user it cannot always be told that it runs; and what changed may be
                 # an old sign that was lost, and has landed.
-                signs = magic in seen and (not there.is_here or there.sign_s > begun_s)
+                signs = magic in seen and (not there.is_here or there.sign_s >= begun_s)
                 if signs or (there.is_here and there.runs):
                     raise Held(f"{there.who} {kind.writes} {device.url}")
             seen[magic] = there
@@ -209,8 +209,9 @@ class Lease(Closing):
             try:
                 self.check()
             except Held:
+                held.discard(self._own.random)
                 if self._magic == SPILL_MAGIC:
-                    self._device.close()  # nothing of the run may land on the other's
+                    self._device.close()  # nothing more of the run may land on the other's
                 return
             except TargetError:  # the writes themselves will say so, or the target comes back
                 continue

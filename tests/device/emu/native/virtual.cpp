@@ -227,8 +227,12 @@ void virtual_wait(int stream, const Moment& moment) {
   if (moment.epoch == s.epoch && moment.at_s > awaited.at_s) awaited = moment;
 }
 
-OnLists::OnLists() { on_lists = 0; }
-OnLists::~OnLists() { on_lists = -1; }
+OnLists::OnLists() : within(on_lists >= 0) {
+  if (!within) on_lists = 0;
+}
+OnLists::~OnLists() {
+  if (!within) on_lists = -1;
+}
 
 bool is_past(const Moment& moment) {
   State& s = state();

@@ -74,6 +74,7 @@ void let_helpers_catch_up();
 struct OnLists {
   OnLists();
   ~OnLists();
+  const bool within;  // of another one's: then it changes nothing
 };
 
 // Waits of this thread, while one is alive, happen since there is no room.
