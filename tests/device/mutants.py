@@ -203,7 +203,7 @@ MUTANTS = [
         "                pass\n",
     ),
     Mutant(
-        "what moves when its copy was issued is moved beside it",
+        "what moves when its copy was issued is moved meanwhile",
         QUEUES,
         "            event = make_event() if copy.waits else None\n",
         "            event = make_event()\n",

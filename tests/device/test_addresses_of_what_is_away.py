@@ -23,16 +23,20 @@ MIB = 1 << 20
 BUDGET_BYTES = 8 * MIB
 
 
+def offload(spill_dir: Path) -> penstock.Offload:
+    return penstock.offload(
+        device=DEVICE,
+        device_budget=BUDGET_BYTES,
+        spill_dir=spill_dir,
+        hardware=ACCELERATED,
+        host_budget="80MiB",
+    )
+
+
 @pytest.fixture
 def run(configure: Callable[..., None], tmp_path: Path) -> Iterator[penstock.Offload]:
     configure(order="stepped", seed=1)
-    with penstock.offload(
-        device=DEVICE,
-        device_budget=BUDGET_BYTES,
-        spill_dir=tmp_path,
-        hardware=ACCELERATED,
-        host_budget="80MiB",
-    ) as opened:
+    with offload(tmp_path) as opened:
         yield opened
 
 
@@ -120,13 +124,7 @@ def test_tensors_without_bytes_on_the_device(run: penstock.Offload) -> None:
 
 def test_a_tensor_of_before_the_run_keeps_it_too(configure: Callable[..., None], tmp_path: Path) -> None:
     tensor = full(3)
-    with penstock.offload(
-        device=DEVICE,
-        device_budget=BUDGET_BYTES,
-        spill_dir=tmp_path,
-        hardware=ACCELERATED,
-        host_budget="80MiB",
-    ):
+    with offload(tmp_path):
         address = tensor.data_ptr()
         others = [tensor * 0, *(full(0) for _ in range(10))]
         assert any(map(is_away, others)) and tensor.untyped_storage().data_ptr() == address
@@ -204,13 +202,7 @@ def test_an_address_holds_though_a_loan_ends(run: penstock.Offload, first: str) 
 
 
 def test_a_loan_outlives_the_run(configure: Callable[..., None], tmp_path: Path) -> None:
-    with penstock.offload(
-        device=DEVICE,
-        device_budget=BUDGET_BYTES,
-        spill_dir=tmp_path,
-        hardware=ACCELERATED,
-        host_budget="80MiB",
-    ):
+    with offload(tmp_path):
         made = away(3)
         taken = torch.from_dlpack(made[1].__dlpack__())
     taken.add_(1)

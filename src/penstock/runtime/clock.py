@@ -368,7 +368,7 @@ class Clock(TorchDispatchMode):
 
     def _make_room_for_kernel(self, need_bytes: int, pieces: Sequence[int] | None) -> None:
         """A kernel is about to run that cannot run again: the device, which may refuse memory that the budget
-        has, is asked before. Where the pieces are not known, it may be one, and small ones beside it."""
+        has, is asked before. Where the pieces are not known, it may be a large one and small ones."""
         sizes = tuple(pieces) if pieces is not None else (need_bytes,) * (need_bytes > LARGEST_SMALL_BYTES)
         small_bytes = need_bytes if pieces is None else need_bytes - sum(sizes)
         if small_bytes > 0:  # together they may be more than one block has

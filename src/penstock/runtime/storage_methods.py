@@ -356,7 +356,7 @@ class _Refused(contextlib.AbstractContextManager[None]):
 
 
 def _is_of_program(tensor: torch.Tensor) -> bool:
-    """Whoever asks. Kernels, which run below the mode, have what they use, and ask often."""
+    """Whether the program asks. Kernels, which run below the mode, have what they use, and ask often."""
     return bool(torch._C._len_torch_dispatch_stack()) or not _has_bytes(tensor)
 
 

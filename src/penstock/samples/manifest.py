@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,6 +151,13 @@ def open_regular(path: Path) -> Descriptor:
         raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
     os.set_blocking(descriptor.fileno(), True)
     return descriptor
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[FileIO]:
+    """The same, for Python to read, unbuffered. Raises as `open_regular` does."""
+    with open_regular(path) as descriptor, FileIO(descriptor.fileno(), closefd=False) as file:
+        yield file
 
 
 def decoded_manifest(text: bytes, path: str) -> StoreManifest:

@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -29,6 +30,7 @@ from penstock.samples.manifest import (
     StoreManifest,
     decoded_manifest,
     open_regular,
+    reading,
 )
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.files import OpenFile, from_descriptor
@@ -223,12 +225,9 @@ class Folder(Place):
 
     def manifest_text(self) -> bytes:
         try:
-            with (
-                open_regular(self.path / MANIFEST) as descriptor,
-                open(descriptor.fileno(), "rb", closefd=False) as file,
-            ):
+            with reading(self.path / MANIFEST) as raw, BufferedReader(raw) as file:
                 # So many bytes are allocated.
-                wanted_bytes = min(os.fstat(descriptor.fileno()).st_size, LARGEST_MANIFEST_BYTES) + 1
+                wanted_bytes = min(os.fstat(file.fileno()).st_size, LARGEST_MANIFEST_BYTES) + 1
                 text = file.read(wanted_bytes)
                 while len(text) == wanted_bytes <= LARGEST_MANIFEST_BYTES:  # some file systems say 0
                     wanted_bytes = min(2 * wanted_bytes, LARGEST_MANIFEST_BYTES + 1)

@@ -32,7 +32,7 @@ _MOST_COPY_THREADS = 4
 _CLOSE_TIMEOUT_S = 10.0  # then what is stuck is left behind
 
 _inherited: list[object] = []  # what belongs to the parent of a forked process: not to be touched, nor ended
-_left_behind: list[list[list[StoreFile]]] = []  # what stuck reads have by their numbers: they stay open
+_left_behind: list[object] = []  # what stuck reads have by their numbers: they stay open
 
 
 @dataclass(frozen=True, kw_only=True)

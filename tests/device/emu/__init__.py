@@ -135,7 +135,7 @@ def counters() -> dict[str, int]:
 
 
 def reset_high_water() -> None:
-    """As `configure` does. No driver has this: the peaks of torch's statistics, whoever trains resets."""
+    """As `configure` does. No driver has this: a run resets the peaks of torch's statistics."""
     _native.emu_reset_high_water()
 
 

@@ -9,7 +9,7 @@ from penstock.errors import InvalidFile, SampleError
 from penstock.samples import layout
 from penstock.samples.failures import cannot_open
 from penstock.samples.layout import MANIFEST
-from penstock.samples.manifest import AGAIN, open_regular
+from penstock.samples.manifest import AGAIN, reading
 from penstock.samples.objects.place import as_sample_errors
 from penstock.samples.places import Progress
 from penstock.samples.remote.local import LocalStore, Upload
@@ -83,10 +83,7 @@ def _parts(store: LocalStore, name: str) -> Iterator[bytes]:
     """The bytes of a file. Raises InvalidFile at its end where they are not what its manifest says."""
     path, crc, size_bytes = store.paths[name], 0, 0
     try:
-        with (
-            open_regular(path) as descriptor,
-            open(descriptor.fileno(), "rb", buffering=0, closefd=False) as file,
-        ):
+        with reading(path) as file:
             while part := file.read(_PART_BYTES):
                 crc, size_bytes = crc32c(part, crc), size_bytes + len(part)
                 yield part

@@ -13,7 +13,7 @@ from time import monotonic, sleep
 
 from penstock.errors import InvalidArgument, InvalidFile, SampleError
 from penstock.samples.failures import cannot_open, from_target
-from penstock.samples.manifest import AGAIN, open_regular
+from penstock.samples.manifest import AGAIN, reading
 from penstock.samples.places import PathLike, Progress, reporter
 from penstock.samples.remote.layout import (
     EXTENT_BYTES,
@@ -286,10 +286,7 @@ class _Writer:
         view = buffer.view()
         path = self._store.paths[self._plan.files[extent.file].name]
         try:
-            with (
-                open_regular(path) as descriptor,
-                open(descriptor.fileno(), "rb", buffering=0, closefd=False) as file,
-            ):
+            with reading(path) as file:
                 file.seek(extent.begin)
                 done_bytes = 0
                 while done_bytes < extent.size_bytes:

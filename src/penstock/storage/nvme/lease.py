@@ -3,7 +3,7 @@
 One writer at a time: others read its marker before they write. One that is gone is told by its process number
 on the same machine. On another one, by a marker that is not renewed for as long as its lease: by then each of
 its requests has ended, in an error if need be. What it had sent may land yet: NVMe lets nobody end the
-association of another, so that whoever comes next waits for as long as a target may take. Clocks of machines
+association of another, so the next writer waits for as long as a target may take. Clocks of machines
 are never compared.
 """
 

@@ -237,34 +237,26 @@ void on_lists(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), stack);
 }
 
-const bool lists_registered = [] {
-  auto& dispatcher = c10::Dispatcher::singleton();
-  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>;
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::_foreach_", 0)) continue;
-    auto op = dispatcher.findSchema(name);
-    if (op && op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) &&
-        !op->hasKernelForDispatchKey(DispatchKey::CPU))
-      registrations->push_back(dispatcher.registerImpl(name, DispatchKey::PrivateUse1,
-                                                       c10::KernelFunction::makeFromBoxedFunction<&on_lists>(),
-                                                       std::nullopt, nullptr, "emu"));
-  }
-  return true;
-}();
-
-// Operators that have a composite kernel beside the CPU's own would take that one: other sums, other bits.
+// Operators that have a composite kernel beside the CPU's own would take that one: other sums, other bits. Those on
+// lists have the composite kernel alone.
 const bool registered = [] {
   auto& dispatcher = c10::Dispatcher::singleton();
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>;
-  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(DispatchKey::CPU)) {
+  for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0)) continue;
     auto op = dispatcher.findSchema(name);
-    if (op && op->hasKernelForDispatchKey(DispatchKey::CPU) &&
-        op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) &&
-        !op->hasKernelForDispatchKey(DispatchKey::PrivateUse1))
-      registrations->push_back(dispatcher.registerImpl(name, DispatchKey::PrivateUse1,
-                                                       c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
-                                                       std::nullopt, nullptr, "emu"));
+    if (!op || !op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(DispatchKey::PrivateUse1))
+      continue;
+    c10::KernelFunction kernel;
+    if (op->hasKernelForDispatchKey(DispatchKey::CPU))
+      kernel = c10::KernelFunction::makeFromBoxedFunction<&fallback>();
+    else if (name.name.rfind("aten::_foreach_", 0) == 0)
+      kernel = c10::KernelFunction::makeFromBoxedFunction<&on_lists>();
+    else
+      continue;
+    registrations->push_back(
+        dispatcher.registerImpl(name, DispatchKey::PrivateUse1, kernel, std::nullopt, nullptr, "emu"));
   }
   return true;
 }();
