@@ -26,7 +26,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock import cli, samples
-from penstock.errors import InvalidArgument, SampleError
+from penstock.errors import SampleError
 from penstock.samples.objects.cache import CacheOptions, DiskCache
 from penstock.samples.objects.fetching import REQUESTS_AT_ONCE
 from penstock.storage.objects import Bucket
@@ -149,12 +149,6 @@ def test_an_upload_goes_on_after_trouble_of_the_server(s3: S3, proxy: Proxy, pac
     assert 0 < done.written_bytes < done.size_bytes
     with samples.mount(url) as store, samples.mount(packed) as here:
         assert bits(store) == bits(here)
-
-
-def test_packing_and_unpacking_say_that_they_want_a_folder(s3: S3, url: str) -> None:
-    for work in (lambda: samples.pack(CONTENT, s3.url("x")), lambda: samples.unpack(url, s3.url("x"))):
-        with pytest.raises(InvalidArgument, match="is not a local folder"):
-            work()
 
 
 @pytest.mark.parametrize(

@@ -373,10 +373,11 @@ def _upload(names: Commands) -> None:
 def _pack(names: Commands) -> None:
     pack = _command(names, "pack", "samples.pack", "pack samples into a store", PACK_HELP)
     _add(pack, "source", "see below", nargs="+", metavar="SOURCE")
-    _add(pack, "destination", "folder of the store: new, or empty", "Path", metavar="DEST")
+    _add(pack, "destination", "a new or empty folder, or s3://BUCKET/PREFIX", "Place", metavar="DEST")
     _add(pack, "--chunk-bytes", "read at once, with all samples in them", "Size", CHUNK_BYTES)
     _add(pack, "--overwrite", "replace the store at DEST", "bool")
     _add(pack, "--no-resume", "start from the beginning, also where packing was interrupted", "bool")
+    _add(pack, "--staging", "for a URL: where files wait; default: in TMPDIR", "Path", metavar="FOLDER")
     parts = pack.add_argument_group("several processes")
     _add(parts, "--rank", "of several processes, this one packs", "Number", 0, metavar="R")
     _add(parts, "--world", "partition R of N", "Number", 1, metavar="N")

@@ -55,6 +55,7 @@ def pack(options: Namespace) -> Answer:
             world=options.world,
             resume=not options.no_resume,
             overwrite=options.overwrite,
+            staging=options.staging,
             progress=progress,
         )
     number, count = manifest.partition, manifest.partitions

@@ -19,6 +19,7 @@ from penstock.options import CHUNK_BYTES
 from penstock.samples import layout
 from penstock.samples.builder import Block, Builder, Pieces
 from penstock.samples.manifest import DataFile, StoreManifest
+from penstock.samples.objects.packing import DATA_FILE_BYTES, Sending, check_partitions, staging_folder
 from penstock.samples.places import Progress, reporter
 from penstock.samples.progress import Packing, Recipe, lock_folder
 from penstock.samples.sources import open_source
@@ -26,7 +27,7 @@ from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import RawSample, Source
 from penstock.samples.writing import Packed, StoreWriter
 from penstock.storage.nvme.url import is_url
-from penstock.storage.objects import was_object_url
+from penstock.storage.objects import Bucket, was_object_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -61,23 +62,29 @@ def pack(
     metadata: Mapping[str, str] | None = None,
     resume: bool = True,
     overwrite: bool = False,
+    staging: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> StoreManifest:
     """Make a store at ``dest`` of everything in ``source``, which is not changed.
 
     source          whatever penstock.samples.sources.open_source takes
-    dest            a folder, new or empty, or one where the same packing was interrupted
+    dest            a folder, new or empty, or one where the same packing was interrupted; or where objects
+                    lie: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``
     chunk_bytes     the grid of the data files, such as "256KiB": a multiple of 4096, up to 1 GiB
     rank, world     this process packs its partition to ``dest``/part-00003-of-00008. Mount ``dest`` when all
                     have done so
-    data_file_bytes  most that a data file holds: 1 TiB by default
+    data_file_bytes  most that a data file holds: 1 TiB by default, of objects 1 GiB
     format          of the source, where it should not be found out; format_options go to it
     metadata        texts of your own, kept in the manifest
     resume          go on where packing the same source into ``dest`` was interrupted. The source must give
                     the same samples in the same order; that is checked
     overwrite       replace the store that is at ``dest``. It stays until the new one, which is packed to a
                     hidden folder beside it, is whole; then they are exchanged in one step. The disk needs
-                    room for both. Of a store in partitions each partition is replaced by itself
+                    room for both. Of a store in partitions each partition is replaced by itself. Objects
+                    cannot be exchanged: those of the old store go at once
+    staging         for objects, a folder of this machine where files wait until they are sent, and where
+                    packing goes on after an interruption. By default a private one where temporary files are
+                    (TMPDIR). It needs room for four data files, and what is not data
     progress        is called now and then with the samples and bytes so far
 
     Returns the store's manifest. An exception of the source passes through; so does KeyboardInterrupt.
@@ -89,23 +96,34 @@ def pack(
     """
     described = _check_metadata(metadata)
     chunk_bytes = _size("chunk_bytes", chunk_bytes, layout.SMALLEST_CHUNK_BYTES, layout.LARGEST_CHUNK_BYTES)
-    data_file_bytes = layout.DATA_FILE_BYTES if data_file_bytes is None else data_file_bytes
+    bucket = _bucket(dest)
+    if bucket is None and is_url(dest):
+        raise InvalidArgument(
+            f"{dest} is a namespace: pack to a folder, and then upload the store (penstock samples upload)"
+        )
+    if data_file_bytes is None:
+        data_file_bytes = layout.DATA_FILE_BYTES if bucket is None else DATA_FILE_BYTES
     data_file_bytes = _size("data_file_bytes", data_file_bytes, 1, layout.DATA_FILE_BYTES)
     if not 0 <= rank < world or world > 99999:
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
         )
-    if is_url(dest) or was_object_url(dest):
-        raise InvalidArgument(
-            f"{dest} is not a local folder: pack to one, and then upload the store (penstock samples upload)"
-        )
     folder = Path(dest)
+    if bucket is not None:
+        folder = staging_folder(bucket.url) if staging is None else Path(staging)
+    elif staging is not None:
+        raise InvalidArgument(f"staging={os.fspath(staging)!r} is for objects, and {dest} is a folder")
     _check_outside(source, folder)
     opened = open_source(source, format=format, **(format_options or {}))
     if world > 1:
-        _check_partitions(folder, world)
+        name = layout.partition_name(rank, world)
+        if bucket is None:
+            _check_partitions(folder, world)
+        else:
+            check_partitions(bucket, world)
+            bucket = Bucket(bucket.url_of(name))
         opened = opened.of_rank(rank, world)
-        folder = folder / layout.partition_name(rank, world)
+        folder = folder / name
     recipe = Recipe(
         chunk_bytes=chunk_bytes,
         data_file_bytes=data_file_bytes,
@@ -117,9 +135,16 @@ def pack(
         samples=opened.samples,
         size_bytes=opened.size_bytes,
     )
-    return pack_source(
-        opened, folder, recipe, metadata=described, resume=resume, overwrite=overwrite, report=progress
-    )
+    options: dict[str, Any] = {"metadata": described, "resume": resume, "report": progress}
+    if bucket is None:
+        return pack_source(opened, folder, recipe, overwrite=overwrite, **options)
+    with Sending(bucket, folder, recipe, overwrite=overwrite, resume=resume) as sending:
+        made = pack_source(opened, folder, recipe, sending=sending, **options)
+    with contextlib.suppress(OSError):  # other processes pack there
+        folder.rmdir()
+        if staging is None and world > 1:
+            folder.parent.rmdir()
+    return made
 
 
 def pack_source(
@@ -132,13 +157,15 @@ def pack_source(
     overwrite: bool = False,
     report: Progress | None = None,
     policy: FlushPolicy | None = None,
+    sending: Sending | None = None,
 ) -> StoreManifest:
     """`pack`, after its arguments were checked."""
     with (
         lock_folder(folder, recipe, resume=resume, overwrite=overwrite) as locked,
-        StoreWriter(locked.folder, locked.done) as writer,
+        StoreWriter(locked.folder, locked.done, sending) as writer,
     ):
-        _warn_if_disk_is_small(writer)
+        if sending is None:
+            _warn_if_disk_is_small(writer)
         data_files = _Packer(source, writer, policy or FlushPolicy(), report).run()
         manifest = writer.finish(data_files, source=source.description, metadata=metadata)
         locked.publish()
@@ -252,6 +279,16 @@ class _Packer:
             rest: Iterator[RawSample | Block] = after(done.samples)
             return rest
         return packed.rest_of(iter(self._source))
+
+
+def _bucket(dest: str | os.PathLike[str]) -> Bucket | None:
+    """Where the objects are to lie; None: ``dest`` is a folder. Raises InvalidArgument."""
+    if not was_object_url(dest):
+        return None
+    bucket = Bucket(re.sub(r":/+", "://", os.fspath(dest), count=1))
+    if not bucket.is_writable:
+        raise InvalidArgument(f"{bucket} cannot be written by HTTP: give an s3://, gs:// or az:// URL")
+    return bucket
 
 
 def _warn_if_disk_is_small(writer: StoreWriter) -> None:

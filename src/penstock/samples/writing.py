@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitedTooLong
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ from penstock.samples.threads import DaemonThreads
 from penstock.storage.checksum import crc32c
 from penstock.storage.files import Closing
 from penstock.units import format_bytes, format_bytes_up
+
+if TYPE_CHECKING:
+    from penstock.samples.objects.packing import Sending
 
 logger = logging.getLogger("penstock")
 
@@ -171,13 +174,15 @@ class StoreWriter(Closing):
 
     folder   that progress.lock_folder gave to this process
     done     what is in it, durable
+    sending  takes the store from there to where it is to be; None: it stays
 
     Its functions raise SampleError where something could not be written, now or before.
     """
 
-    def __init__(self, folder: Path, done: Packing) -> None:
+    def __init__(self, folder: Path, done: Packing, sending: Sending | None = None) -> None:
         self.folder = folder
         self.done = done
+        self._sending = sending
         self._kept = [name for name in layout.PACKED_FILES if name != layout.LABELS or done.recipe.classes]
         self._files = _Files(folder, done)
         self._thread = Background(f"writing to {folder}", _WAITING)
@@ -215,7 +220,15 @@ class StoreWriter(Closing):
             if mark is None:
                 return
             self._files.sync()
+            sent = self._sending.take_sent() if self._sending is not None else []
+            for name in sent:
+                del self._files.sums[name]
             self.done = replace(mark, files=dict(self._files.sums)).save(self.folder / progress.PROGRESS)
+            for name in sent:
+                os.unlink(self.folder / name)
+            if self._sending is not None:
+                for name in self._files.whole_data_files():
+                    self._sending.put(name)
 
     def _finish(self, data_files: tuple[DataFile, ...], described: dict[str, Any]) -> StoreManifest:
         with _explained(self.folder, self.done):
@@ -234,6 +247,12 @@ class StoreWriter(Closing):
                 partitions=recipe.partitions,
                 **described,
             ).save(self.folder / layout.MANIFEST)
+            if self._sending is not None:
+                self._sending.finish(made)
+                # From here on the folder is of no use; an interrupted removal leaves a packing of nothing.
+                Packing(recipe=recipe).save(self.folder / progress.PROGRESS)
+                for name in set(os.listdir(self.folder)) - {progress.PROGRESS}:
+                    os.unlink(self.folder / name)
             (self.folder / progress.PROGRESS).unlink()
             sync_folder(self.folder)
             return made
@@ -275,6 +294,10 @@ class _Files:
                 os.close(descriptor)
             self._data = name
         self._append(name, data.data, 0)
+
+    def whole_data_files(self) -> list[str]:
+        """Those that nothing will be appended to."""
+        return [name for name in self.sums if name not in layout.FILES and name != self._data]
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         if len(data) or name != layout.LARGE:  # any other file is there, if only empty

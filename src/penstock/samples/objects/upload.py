@@ -16,19 +16,19 @@ from penstock.samples.remote.local import LocalStore, Upload
 from penstock.storage.checksum import crc32c
 from penstock.storage.objects import Bucket
 
-NOTE = "penstock-upload"  # the object that says which store is being uploaded
-_PART_BYTES = 8 << 20
+NOTE = "penstock-upload"  # the object that says which store is being uploaded, or packed
+PART_BYTES = 8 << 20
 _FILES = "|".join(map(re.escape, (MANIFEST, *layout.FILES)))
-_NAME = re.compile(rf"(?:{layout.PARTITION.pattern}/)?(?:{_FILES}|data-\d{{5}}\.bin)", re.ASCII)
+STORE_FILE = re.compile(rf"(?:{layout.PARTITION.pattern}/)?(?:{_FILES}|data-\d{{5}}\.bin)", re.ASCII)
 
 
 def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, progress: Progress) -> Upload:
     """See `penstock.samples.upload`. A store is whole once its manifests are there, which come last."""
     with as_sample_errors():
         there = bucket.listed()
-        ours = {name: info for name, info in there.items() if _NAME.fullmatch(name)}
+        ours = {name: info for name, info in there.items() if STORE_FILE.fullmatch(name)}
         is_here = store.sizes == {name: info.size_bytes for name, info in ours.items()} and all(
-            bytes(bucket.read(name)) == store.paths[name].read_bytes() for name in _manifests(store.sizes)
+            bytes(bucket.read(name)) == store.paths[name].read_bytes() for name in manifests(store.sizes)
         )
         goes_on = NOTE in there and bytes(bucket.read(NOTE)) == store.store_id
         if ours and not (overwrite or is_here or goes_on):
@@ -46,7 +46,7 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
             done = {name for name in done if ours[name].size_bytes == store.sizes[name]}
             left = [name for name in store.sizes if name not in done]
             # What nobody can mount any more may be replaced.
-            bucket.delete(_manifests(name for name in ours if name not in done))
+            bucket.delete(manifests(name for name in ours if name not in done))
             bucket.write(NOTE, store.store_id)
             bucket.delete(name for name in ours if name not in done)
         durable_bytes = total_bytes - sum(store.sizes[name] for name in left)
@@ -61,8 +61,7 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
                     begin_bytes += len(part)
                     progress(begin_bytes, total_bytes)
 
-            small = size_bytes <= _PART_BYTES
-            bucket.write(name, b"".join(parts()) if small else parts(), size_bytes=size_bytes)
+            write(bucket, name, parts(), size_bytes)
             durable_bytes += size_bytes
         bucket.delete([NOTE] if NOTE in there or left else [])
     return Upload(
@@ -75,7 +74,12 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
     )
 
 
-def _manifests(names: Iterable[str]) -> list[str]:
+def write(bucket: Bucket, name: str, parts: Iterable[bytes], size_bytes: int) -> None:
+    """Write an object of parts, which are so many bytes together. Raises ObjectError."""
+    bucket.write(name, b"".join(parts) if size_bytes <= PART_BYTES else parts, size_bytes=size_bytes)
+
+
+def manifests(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.endswith(MANIFEST)]
 
 
@@ -84,7 +88,7 @@ def _parts(store: LocalStore, name: str) -> Iterator[bytes]:
     path, crc, size_bytes = store.paths[name], 0, 0
     try:
         with reading(path) as file:
-            while part := file.read(_PART_BYTES):
+            while part := file.read(PART_BYTES):
                 crc, size_bytes = crc32c(part, crc), size_bytes + len(part)
                 yield part
     except OSError as error:

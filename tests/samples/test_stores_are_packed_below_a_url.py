@@ -1,0 +1,210 @@
+"""A store that is packed below a URL is the one that a folder has, and leaves nothing on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import cli, samples
+from penstock.errors import InvalidArgument, SampleError
+from penstock.samples import progress
+from penstock.samples.objects.packing import Sending, staging_folder
+from penstock.samples.sources import Source
+from penstock.storage.objects import Bucket
+from tests.support.object_readers import bits
+from tests.support.object_servers import S3, Proxy, writes
+from tests.support.packing import Listed, Stopped, contents, pack_often, recipe_of, samples_of
+
+pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
+
+ROOT = Path(__file__).parents[2]
+ITEMS = samples_of(60, 1500)
+DATA_FILE_BYTES = 12_000
+
+
+@pytest.fixture
+def url(s3: S3, request: pytest.FixtureRequest) -> str:
+    name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+    return s3.url(f"packed/{name}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same store, packed to a folder."""
+    pack_often(Listed(ITEMS), tmp_path / "store", DATA_FILE_BYTES)
+    return tmp_path / "store"
+
+
+def objects(url: str) -> dict[str, Any]:
+    """What `contents` gives of a folder."""
+    bucket = Bucket(url)
+    found: dict[str, Any] = {name: bytes(bucket.read(name)) for name in bucket.listed()}
+    found["store.json"] = json.loads(found["store.json"])
+    return found
+
+
+def pack_below(url: str, staging: Path, source: Source | None = None, **options: Any) -> None:
+    """Pack with checkpoints at every sample: each data file is sent as soon as it is whole."""
+    source = Listed(ITEMS) if source is None else source
+    recipe = recipe_of(source, data_file_bytes=DATA_FILE_BYTES)
+    with Sending(Bucket(url, 6), staging, recipe, overwrite=False, resume=True) as sending:
+        pack_often(source, staging, DATA_FILE_BYTES, sending=sending, **options)
+
+
+def test_the_objects_are_the_files_of_a_folder(url: str, folder: Path, tmp_path: Path) -> None:
+    most = 0
+
+    def look(count: int, size_bytes: int) -> None:
+        nonlocal most
+        most = max(most, sum(path.name.startswith("data-") for path in (tmp_path / "staging").iterdir()))
+
+    pack_below(url, tmp_path / "staging", report=look)
+    assert objects(url) == contents(folder)
+    assert sum(name.startswith("data-") for name in objects(url)) > 6 and most <= 5
+    assert list((tmp_path / "staging").iterdir()) == []
+    with samples.mount(url) as store, samples.mount(folder) as here:
+        assert bits(store) == bits(here)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_public_function_packs_too(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for rank in range(world):
+        options: dict[str, Any] = {"chunk_bytes": 4096, "rank": rank, "world": world}
+        made = samples.pack(ITEMS, url, data_file_bytes=DATA_FILE_BYTES, **options)
+        assert made == samples.pack(ITEMS, tmp_path / "here", data_file_bytes=DATA_FILE_BYTES, **options)
+        if rank + 1 < world:
+            with pytest.raises(SampleError, match="part-00001-of-00002"):
+                samples.mount(url)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    with samples.mount(url) as store, samples.mount(tmp_path / "here") as here:
+        assert bits(store) == bits(here) and len(store) == len(ITEMS)
+    with pytest.raises((SampleError, InvalidArgument), match=r"already a store|not a partition"):
+        samples.pack(ITEMS, url, rank=0, world=world if world == 1 else 3)
+
+
+@pytest.mark.parametrize("stop", [5, 31, 60])
+@pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
+def test_an_interrupted_packing_goes_on(
+    url: str, proxy: Proxy, folder: Path, tmp_path: Path, stop: int, error: type[BaseException]
+) -> None:
+    staging = tmp_path / "staging"
+    with pytest.raises(error):
+        pack_below(url, staging, Listed(ITEMS, stop=stop, error=error))
+    with pytest.raises(SampleError, match="no sample store"):
+        samples.mount(url)
+    found = progress.read(staging)
+    assert found is not None and found.samples == stop
+    sent = [line for line, _ in proxy.requests if writes(line) and "/data-" in line]
+    pack_below(url, staging)
+    assert objects(url) == contents(folder)
+    again = [line for line, _ in proxy.requests if writes(line) and "/data-" in line][len(sent) :]
+    assert len({*sent, *again}) == len(sent) + len(again) - len({*sent} & {*again})
+    assert len({*sent} & {*again}) <= 3  # that were sent, and no checkpoint said so yet
+
+
+def pack_until_killed(url: str, staging: str, at: str) -> None:
+    """Be killed at the sample of this number."""
+
+    def report(count: int, size_bytes: int) -> None:
+        if count >= int(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pack_below(url, Path(staging), report=report)
+
+
+def test_a_killed_packing_goes_on(url: str, folder: Path, tmp_path: Path) -> None:
+    for at in (9, 20, 44, 60):
+        code = f"from {__name__} import *; pack_until_killed({url!r}, {str(tmp_path / 'staging')!r}, '{at}')"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False)
+        assert done.returncode == -signal.SIGKILL
+        with pytest.raises(SampleError, match="no sample store"):
+            samples.mount(url)
+    pack_below(url, tmp_path / "staging")
+    assert objects(url) == contents(folder)
+
+
+def test_a_server_in_trouble_is_one_error_and_packing_goes_on(
+    url: str, proxy: Proxy, folder: Path, tmp_path: Path
+) -> None:
+    for gone in ("data-00002.bin", "names.bin", "store.json"):
+        proxy.answer = lambda line, number, gone=gone: 503 if writes(line) and gone in line else None
+        with pytest.raises(SampleError, match=rf"{gone} cannot be written: .*503.*goes on where it stopped"):
+            pack_below(url, tmp_path / "staging")
+        proxy.answer = lambda line, number: None
+        with pytest.raises(SampleError, match="no sample store"):
+            samples.mount(url)
+    pack_below(url, tmp_path / "staging")
+    assert objects(url) == contents(folder)
+
+
+def test_what_is_not_ours_stays(url: str, tmp_path: Path) -> None:
+    bucket = Bucket(url)
+    bucket.write("mine.txt", b"mine")
+    with pytest.raises(Stopped):
+        pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=40))
+    there = bucket.listed()
+    for staging in (tmp_path / "another", tmp_path / "staging"):
+        with pytest.raises(
+            SampleError, match=r"holds a part of another store: nothing was written.*overwrite"
+        ):
+            samples.pack(ITEMS[:10], url, staging=staging)
+        assert bucket.listed() == there
+    samples.pack(ITEMS[:10], url, staging=tmp_path / "another", overwrite=True)
+    assert bytes(bucket.read("mine.txt")) == b"mine"
+    with samples.mount(url) as store:
+        assert len(store) == 10
+    with pytest.raises(SampleError, match="is already a store: nothing was written"):
+        samples.pack(ITEMS[:10], url, staging=tmp_path / "another")
+    samples.pack(ITEMS[:20], url, staging=tmp_path / "another", overwrite=True)
+    with samples.mount(url) as store:
+        assert len(store) == 20
+
+
+def test_objects_that_vanish_meanwhile_are_missed(url: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=50))
+    Bucket(url).delete(["data-00000.bin"])
+    with pytest.raises(SampleError, match=r"data-00000.bin, which was sent, is not there.*resume=False"):
+        pack_below(url, tmp_path / "staging")
+    with pytest.raises(SampleError, match="no sample store"):
+        samples.mount(url)
+
+
+def test_places_that_cannot_be_written_are_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be written by HTTP"):
+        samples.pack(ITEMS, "https://127.0.0.1:1/x")
+    with pytest.raises(InvalidArgument, match="is a namespace: pack to a folder"):
+        samples.pack(ITEMS, "nvme+tcp://127.0.0.1/nqn.2014-08.org.example:x?ns=1")
+    with pytest.raises(InvalidArgument, match=r"staging=.* is for objects"):
+        samples.pack(ITEMS, tmp_path / "here", staging=tmp_path / "staging")
+    with pytest.raises(InvalidArgument, match="is not a local folder"):
+        samples.unpack(url, url)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    staging_folder(url).chmod(0o777)
+    with pytest.raises(SampleError, match="is not a private folder of this user: give staging="):
+        samples.pack(ITEMS[:1], url)
+
+
+def test_the_command_packs_below_a_url(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(5):
+        (tmp_path / "photos" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
+    staging = str(tmp_path / "staging")
+    assert cli.main(["samples", "pack", str(tmp_path / "photos"), url, "--staging", staging]) == 0
+    assert url in capsys.readouterr().out
+    with samples.mount(url) as store:
+        assert store.read("3.bin") == bytes([3]) * 1000
