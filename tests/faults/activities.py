@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # optimizers ask for it
 
+import penstock
+import penstock.runtime.run  # now, and not in each child
 from penstock import Hardware, checkpoint, samples
 from penstock.checkpoint import failures, pieces
 from penstock.errors import InvalidArgument
@@ -21,7 +24,7 @@ from penstock.runtime.copy_engine import CopyEngine
 from penstock.samples.writing import Background
 from penstock.storage.spill import SpillSpace
 from tests.support.packing import Listed, pack_often
-from tests.support.runs import HARDWARE
+from tests.support.runs import HARDWARE, PAGED
 from tests.support.sample_stores import some_samples
 from tests.support.states import numbers, same
 
@@ -41,6 +44,7 @@ class Activity(NamedTuple):
     problems  what is not as it must be afterwards; `went_well`: `act` returned
     names     of all that may be in the folder afterwards
     begun     of what may be there too after a failure, from which it goes on
+    touches   memory whose bytes are on the disk: where they are lost for good, the process ends
     """
 
     prepare: Callable[[Path], None]
@@ -48,6 +52,7 @@ class Activity(NamedTuple):
     problems: Callable[[Path, bool], Iterable[str]]
     names: frozenset[str]
     begun: frozenset[str] = frozenset()
+    touches: bool = False
 
 
 def move_small_pieces() -> None:
@@ -76,6 +81,37 @@ def digest(state: Any) -> str:
         value = state[name]
         found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
     return found.hexdigest()
+
+
+# Training.
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+def _none(folder: Path, went_well: bool) -> Iterable[str]:
+    return ()
+
+
+def _training(io: str) -> Activity:
+    """Steps of a model whose weights, gradients and optimizer state are four times the budget."""
+
+    def act(folder: Path) -> str:
+        torch.manual_seed(0)
+        options = {"hardware": HARDWARE, "planning": PAGED, "io": IoOptions(paths=[io])}
+        with penstock.offload(device_budget="1536KiB", spill_dir=folder, **options) as run:
+            model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+            optimizer = torch.optim.AdamW(model.parameters())
+            for number in range(3):
+                with run.step():
+                    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(number))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return digest(model.state_dict())
+
+    return Activity(_nothing, act, _none, frozenset(), touches=True)
 
 
 # Checkpoints.
@@ -153,10 +189,6 @@ def _run_is_whole(folder: Path, went_well: bool) -> Iterable[str]:
 # Samples.
 
 
-def _nothing(folder: Path) -> None:
-    pass
-
-
 def packing(content: list[tuple[str, bytes]], **options: Any) -> Callable[[Path], str]:
     def act(folder: Path) -> str:
         try:
@@ -232,15 +264,13 @@ def _value_is_there(folder: Path, went_well: bool) -> Iterable[str]:
         yield "the file has another value"
 
 
-def _none(folder: Path, went_well: bool) -> Iterable[str]:
-    return ()
-
-
 def _with_store(folder: Path) -> None:
     packing(SAMPLES)(folder)
 
 
 ACTIVITIES = {
+    "training, io_uring direct": _training("io_uring direct"),
+    "training, posix staged": _training("posix staged"),
     "save, io_uring direct": _saving(None),
     "save, io_uring buffered": _saving("io_uring buffered"),
     "save, posix direct": _saving("posix direct"),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FULL = bool(os.environ.get("PENSTOCK_FAULTS"))
 _COLUMNS = ("calls", "EIO", "dead", "ENOSPC", "EINTR", "short", "slow", "never")
 # What a call may end in.
-_LETTERS = {"went on": "+", "timed out": "t"}
+_LETTERS = {"went on": "+", "timed out": "t", "SIGSEGV": "s"}
 
 _table: dict[tuple[str, str], dict[str, Any]] = {}
 _images: list[dict[str, Any]] = []
@@ -80,7 +80,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _table:
         write("")
         write("Calls on files, and what came of those that failed: + the same bits; E one error;")
-        write("t an error when the limit was over, before the answer came. So many of each; . not tried.")
+        write("t an error when the limit was over, before the answer came; s the process ended, and said why,")
+        write("since what it touched is lost. So many of each; . not tried.")
         write(f"{'activity':<26}{'operation':<14}" + "".join(f"{name:>8}" for name in _COLUMNS))
         totals: dict[str, Counter[str]] = defaultdict(Counter)
         for (activity, operation), row in _table.items():

@@ -9,7 +9,8 @@ from tests.faults.conftest import FULL, Worker, note_calls
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 ACTIVITIES = (
-    ("save, io_uring direct", "save, io_uring buffered", "save, posix direct", "save, posix buffered")
+    ("training, io_uring direct", "training, posix staged")
+    + ("save, io_uring direct", "save, io_uring buffered", "save, posix direct", "save, posix buffered")
     + ("save, wait=False", "load, read", "load, mapped", "load, into", "verify", "Manager, increments")
     + ("samples pack", "samples pack, overwrite", "samples mount, read", "samples unpack", "values")
 )

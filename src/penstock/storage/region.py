@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -68,7 +69,8 @@ class SpillFile:
                 self._allocate(target)
                 return
             except OSError as error:
-                os.ftruncate(self.file.buffered, self.size_bytes)
+                with contextlib.suppress(OSError):  # of a disk that has died; the file goes with the run
+                    os.ftruncate(self.file.buffered, self.size_bytes)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise _unusable(self.place, error) from error
                 full = error
@@ -82,9 +84,20 @@ class SpillFile:
         ) from full
 
     def free_bytes(self) -> int:
-        """Free bytes of the file system."""
-        status = os.fstatvfs(self.file.buffered)
+        """Free bytes of the file system. Raises SpillError where it cannot be asked."""
+        status = self._file_system()
         return status.f_bavail * status.f_frsize
+
+    def disk_bytes(self) -> int:
+        """All bytes of the file system. Raises SpillError where it cannot be asked."""
+        status = self._file_system()
+        return status.f_blocks * status.f_frsize
+
+    def _file_system(self) -> os.statvfs_result:
+        try:
+            return os.fstatvfs(self.file.buffered)
+        except OSError as error:
+            raise _unusable(self.place, error) from error
 
     def failure(self, failed: Transfer) -> SpillError:
         """The error to raise for a transfer that failed."""

@@ -198,8 +198,7 @@ class SpillSpace(Closing):
                 return -1, file.handle, size_bytes, begin
             if self._swap is None:
                 self._swap = SpillFile(self._first)
-            status = os.fstatvfs(self._swap.file.buffered)
-            left_bytes = status.f_blocks * status.f_frsize
+            left_bytes = self._swap.disk_bytes()
             if self.capacity_bytes is not None:
                 left_bytes = min(left_bytes, max(self.capacity_bytes - self.used_bytes, 0))
             return self._swap.file.direct, self._swap.file.buffered, left_bytes, 0
