@@ -80,7 +80,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if _table:
         write("")
         write("Calls on files, and what came of those that failed: + the same bits; E one error;")
-        write("t an error when the limit was over, before the answer came; s the process ended, and said why,")
+        write("t an error when the limit was over, before the answer came; s the process ended and said why,")
         write("since what it touched is lost. So many of each; . not tried.")
         write(f"{'activity':<26}{'operation':<14}" + "".join(f"{name:>8}" for name in _COLUMNS))
         totals: dict[str, Counter[str]] = defaultdict(Counter)
