@@ -114,6 +114,8 @@ def test_a_disk_that_becomes_three_times_slower_is_planned_for(
     assert report.planned_rates_bytes_per_s["disk_write"] == hardware.disk_write_bytes_per_s < 0.5 * FAST
     assert hardware.disk_read_bytes_per_s < 0.5 * FAST
     assert f"planned again {report.replans} times" in str(report)
+    assert report.planned_rates_from["disk_write"] == report.planned_rates_from["disk_read"] == "steps"
+    assert "(steps), disk_read" in str(report) or "(steps), disk_write" in str(report)
 
     # What is in force is as good as a plan that is made for such a disk from the start.
     assert trace is not None and plan is not None

@@ -49,6 +49,7 @@ class Report:
     variants                kernels of the last step that ran as another algorithm, by its name
     rates_bytes_per_s       of links, and of compression, in the last step
     planned_rates_bytes_per_s   of links, at their best: the plan in force was made for them
+    planned_rates_from      where each of these is from: "probed", "given", or "steps" of this run
     replans                 times that a step was planned again since rates or kernel times had drifted, or a
                             longer search found a better plan
     moved_bytes_by_io_path  of the whole run, between the device's memory and what is below it
@@ -99,6 +100,7 @@ class Report:
     moved_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     planned_rates_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    planned_rates_from: Mapping[str, str] = field(default_factory=dict)
     replans: int = 0
     moved_bytes_by_io_path: Mapping[str, int] = field(default_factory=dict)
     unavailable_transports: Mapping[str, str] = field(default_factory=dict)
@@ -174,7 +176,10 @@ class Report:
 
     def _lines(self) -> list[str]:
         """All but the table: a heading, and a line for each other thing."""
-        rates = _rates_text(self.rates_bytes_per_s)
+        rates, planned_rates = (
+            _rates_text(self.rates_bytes_per_s),
+            _rates_text(self.planned_rates_bytes_per_s, self.planned_rates_from),
+        )
         lines = [
             f"penstock on {self.device}: budget {format_bytes(self.device_budget_bytes)}, "
             f"minimum {format_bytes(self.minimum_bytes)}, policy {self.policy} ({self.reason})",
@@ -187,8 +192,8 @@ class Report:
             f"  memory: {self.memory_manager}; disk: {format_bytes(self.disk_bytes)} in use"
             f"{f'; host: {format_bytes(self.host_bytes)} in use' if self.host_bytes else ''}"
             f"{'; ' + rates if rates else ''}",
-            f"  planned for {_rates_text(self.planned_rates_bytes_per_s)}; planned again {self.replans} "
-            f"times; step time predicted then: {format_seconds(self.planned_step_s)}",
+            f"  planned for {planned_rates}; planned again {self.replans} times; step time predicted then: "
+            f"{format_seconds(self.planned_step_s)}",
             f"  disk wear: {self.disk_wear}",
         ]
         if self.fixed_bytes:
@@ -232,5 +237,8 @@ class Report:
         return lines
 
 
-def _rates_text(rates_bytes_per_s: Mapping[str, float]) -> str:
-    return ", ".join(f"{link} {format_rate(rate)}" for link, rate in rates_bytes_per_s.items())
+def _rates_text(rates_bytes_per_s: Mapping[str, float], from_: Mapping[str, str] | None = None) -> str:
+    return ", ".join(
+        f"{link} {format_rate(rate)}" + (f" ({from_[link]})" if from_ else "")
+        for link, rate in rates_bytes_per_s.items()
+    )

@@ -392,7 +392,7 @@ class Offload:
         if measured is None or followed is None:
             named = "" if kind is None else f" of the kind {kind!r}"
             raise PenstockError(f"nothing to report yet: run at least one step{named} to its end")
-        predicted = followed.figures()
+        predicted = self._kinds.figures(followed)
         planner, splitter, spill = self._kinds.planner, self._splitter, self._spill
         endurance = spill.options.endurance
         peak_resident_bytes = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class StepKinds:
         self.planner = StepPlanner(planning, ranks, plannable)
         self.replanning = Replanning(self.planner)
         self.planning = planning
-        self.hardware = hardware
+        self.hardware = self._at_first = hardware
         self._known: dict[str | None, list[StepKind]] = {}  # the likeliest first
         self._latest: dict[str | None, StepKind] = {}  # that a step of this name has followed
         self._wanted: set[str | None] = set()  # to be recorded
@@ -196,6 +197,16 @@ class StepKinds:
             self._follow(name, known[0])
             return False
         return True
+
+    def figures(self, kind: StepKind) -> dict[str, Any]:
+        """What was predicted for steps of this kind, for a report, by name."""
+        found = kind.figures()
+        first = "probed" if self._measures else "given"
+        sources = {
+            link: first if rate == self._at_first.rate_bytes_per_s(link) else "steps"
+            for link, rate in found["planned_rates_bytes_per_s"].items()
+        }
+        return {**found, "planned_rates_from": sources}
 
     def latest(self, name: str | None) -> StepKind | None:
         """What the latest step of this name has followed, or the next one will; None before the first."""
