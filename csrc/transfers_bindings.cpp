@@ -76,7 +76,7 @@ void call_on_done(std::list<Transfer>& finished) {
       record.attr("finished_s") = ended.finished_s;
       if (ended.error != 0) record.attr("error_number") = ended.error;
       if (ended.abandoned) record.attr("abandoned") = true;
-      if (ended.unsettled) record.attr("unsettled") = true;
+      if (ended.may_land) record.attr("may_land") = true;
       record.attr("on_done")(record);
     } catch (nb::python_error& error) {
       try {

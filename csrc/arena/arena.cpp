@@ -297,7 +297,7 @@ void Arena::release(Block& block) {
   if (block.resets == resets_) stats_.new_bytes -= block.requested_bytes;
   if (block.staging != nullptr) {
     auto& staging = stagings_.find(block.staging)->second;  // which somebody reads to
-    forget_staging(staging);
+    drop_staging(staging);
     staging.copy.reset();
   }
   const bool was_in = block.is_in();
@@ -308,7 +308,7 @@ void Arena::release(Block& block) {
   } else {
     stats_.out_bytes -= block.requested_bytes;
   }
-  forget_event(block);
+  drop_event(block);
   block.copy.reset();
   if (block.lends > 0)
     put_aside(block);
@@ -355,7 +355,7 @@ void Arena::end(Block& block, bool has_memory) {
   }
 }
 
-void Arena::note_peaks() {
+void Arena::update_peaks() {
   stats_.peak_new_bytes = std::max(stats_.peak_new_bytes, stats_.new_bytes);
   stats_.peak_in_memory_bytes = std::max(stats_.peak_in_memory_bytes, in_memory_bytes());
   if (stats_.peak_in_memory_bytes > stats_.budget_bytes)
@@ -369,7 +369,7 @@ void Arena::note_peaks() {
 
 void Arena::count_in(std::size_t requested_bytes) {
   in_memory_bytes_ += requested_bytes;
-  note_peaks();
+  update_peaks();
 }
 
 void Arena::set_limits(std::uint64_t limit_bytes, std::uint64_t budget_bytes) {
@@ -403,7 +403,7 @@ bool Arena::own(void* address) {
   auto* block = start(address);
   if (block == nullptr) return false;
   own(*block);
-  note_peaks();
+  update_peaks();
   return true;
 }
 

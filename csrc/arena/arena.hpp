@@ -264,7 +264,7 @@ class Arena {
 
   // What is in memory.
   void count_in(std::size_t requested_bytes);
-  void note_peaks();
+  void update_peaks();
   bool pages() const { return stats_.budget_bytes != kUnlimited && paging_problem_.empty() && !in_child_; }
   bool fits(std::size_t requested_bytes, std::size_t memory_bytes) const;
   bool make_room(Lock& lock, std::size_t requested_bytes, std::size_t memory_bytes, Need need);
@@ -284,8 +284,8 @@ class Arena {
   bool make_writable(Block& block);
   void change_bytes(Block& block);
   bool is_recipe(const Block& block) const { return block.recipes != 0 && !in_child_; }
-  void note_event(Block& block, Block::Event event);
-  void forget_event(Block& block);
+  void record_event(Block& block, Block::Event event);
+  void drop_event(Block& block);
 
   // The end.
   void put_aside(Block& block);
@@ -300,7 +300,7 @@ class Arena {
   void drop_landing(Landing& landing);
   void empty_landing(Landing& landing);
   void leave_behind(Landing& landing);
-  void forget_staging(Staging& staging);
+  void drop_staging(Staging& staging);
   bool take_staging();
   void end_staging(char* staging);
   void require_reserve() const;

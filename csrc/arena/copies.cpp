@@ -76,7 +76,7 @@ Arena::Answer Arena::leave_for(Block& block, std::shared_ptr<const Copy> copy, i
   std::swap(block.copy, copy);
   if (!block.is_in()) {  // the arena was faster
     block.moved_natively = false;
-    forget_event(block);
+    drop_event(block);
     return Answer::kYes;
   }
   if (put_out(block, false)) return Answer::kYes;

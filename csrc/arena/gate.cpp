@@ -162,19 +162,19 @@ int Arena::write_unlocked(Lock& lock, Block& block, const char* data, const Copy
   const auto& segment = copy.segments[0];
   const auto direct = swap_.direct(), buffered = swap_.buffered();
   int error = ENOMEM;
-  double unsettled_s = 0;
+  double may_land_s = 0;
   ++writes_;
   {
     const Unlocked unlocked(lock);
     try {
-      error = write_fully(direct, buffered, data, segment.size_bytes, segment.file_offset, &unsettled_s);
+      error = write_fully(direct, buffered, data, segment.size_bytes, segment.file_offset, &may_land_s);
     } catch (const std::bad_alloc&) {
     } catch (...) {
       error = EIO;
     }
   }
   --writes_;
-  if (unsettled_s > 0) swap_.unsettle(segment.file_offset, segment.size_bytes, unsettled_s);
+  if (may_land_s > 0) swap_.quarantine(segment.file_offset, segment.size_bytes, may_land_s);
   return error;
 }
 
@@ -216,7 +216,7 @@ bool Arena::evict_packed(Lock& lock) {
 bool Arena::take_staging() {
   for (auto& [address, staging] : stagings_) {
     if (staging.counted_bytes == 0) continue;
-    forget_staging(staging);
+    drop_staging(staging);
     return true;
   }
   return false;
@@ -241,13 +241,13 @@ bool Arena::put_out(Block& block, bool natively) {
   in_memory_bytes_ -= block.requested_bytes;
   stats_.out_bytes += block.requested_bytes;
   if (natively)
-    note_event(block, Block::Event::kOut);
+    record_event(block, Block::Event::kOut);
   else
-    forget_event(block);
+    drop_event(block);
   return true;
 }
 
-void Arena::note_event(Block& block, Block::Event event) {
+void Arena::record_event(Block& block, Block::Event event) {
   if (block.event == Block::Event::kNone) {
     block.event_before = last_event_;
     (last_event_ != nullptr ? last_event_->event_after : first_event_) = &block;
@@ -257,7 +257,7 @@ void Arena::note_event(Block& block, Block::Event event) {
   block.event = event;
 }
 
-void Arena::forget_event(Block& block) {
+void Arena::drop_event(Block& block) {
   if (block.event == Block::Event::kNone) return;
   (block.event_before != nullptr ? block.event_before->event_after : first_event_) = block.event_after;
   (block.event_after != nullptr ? block.event_after->event_before : last_event_) = block.event_before;
@@ -278,7 +278,7 @@ std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
   while (first_event_ != nullptr) {
     auto& block = *first_event_;
     found.emplace_back(reinterpret_cast<std::uintptr_t>(address_of(block)), block.event);
-    forget_event(block);
+    drop_event(block);
   }
   return found;
 }
@@ -344,7 +344,7 @@ int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {
     const auto serial = block->serial;
     const int error = bring_in(lock, offset, serial, Need::kAccess, nullptr, 0);
     if (error != 0 && error != ENODATA) return error;  // what was dropped is computed at its first use
-    if (auto* found = again(offset, serial); found != nullptr && found->is_in()) note_event(*found, Block::Event::kIn);
+    if (auto* found = again(offset, serial); found != nullptr && found->is_in()) record_event(*found, Block::Event::kIn);
   }
   return 0;
 }

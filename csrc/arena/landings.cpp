@@ -89,7 +89,7 @@ int Arena::land(Block& block, Landing& landing, bool guard) {
   block.place = Block::Place::kIn;
   block.guarded = guarded;
   block.moved_natively = false;
-  forget_event(block);
+  drop_event(block);
   if (!guard)
     change_bytes(block);
   else if (block.copy->in_memory())
@@ -122,7 +122,7 @@ Arena::Answer Arena::stage(void* address, bool packed, char** staging) {
 }
 
 // What is read there is not wanted any more; its addresses stay until whoever reads is done.
-void Arena::forget_staging(Staging& staging) {
+void Arena::drop_staging(Staging& staging) {
   of_serial(staging.serial)->staging = nullptr;
   empty_landing(staging.landing);
   in_memory_bytes_ -= std::exchange(staging.counted_bytes, 0);
@@ -147,7 +147,7 @@ Arena::Answer Arena::arrive(char* address, bool guard, int* error) {
   auto* const block = of_serial(staging.serial);
   const bool wanted = block != nullptr && block->is_out() && block->copy == staging.copy;
   *error = 0;
-  if (block != nullptr) forget_event(*block);  // the answer is newer
+  if (block != nullptr) drop_event(*block);  // the answer is newer
   if (wanted && staging.landing.emptied) {
     end_staging(address);
     return Answer::kAsk;

@@ -309,7 +309,7 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
   const bool moved = block->large() ? frames_.transfer_block(other_offset, offset, other->memory_bytes)
                                     : frames_.transfer_pages(other_offset, offset, other->owned_bytes);
   *error = errno;
-  forget_event(*other);
+  drop_event(*other);
   use_.remove(*other);
   own(*other);
   other->place = Block::Place::kDropped;
@@ -320,7 +320,7 @@ Arena::Answer Arena::take(void* address, void* from, int* error) {
     stats_.out_bytes += requested;
     return Answer::kError;
   }
-  forget_event(*block);
+  drop_event(*block);
   use_.add(*block);
   block->place = Block::Place::kIn;
   block->guarded = guarded;
@@ -361,7 +361,7 @@ Arena::Answer Arena::serve_fault(const void* address, bool is_write, FaultHistor
     block = again(offset, serial);
     if (block == nullptr) return Answer::kNo;
     block->faulted_ns = now_ns();
-    if (block->is_in() && !in_child_) note_event(*block, Block::Event::kIn);
+    if (block->is_in() && !in_child_) record_event(*block, Block::Event::kIn);
     served = true;
   }
   if (is_write && block->is_in() && block->guarded) {

@@ -17,7 +17,7 @@ namespace penstock {
 
 bool SwapFile::set(Handle direct, Handle buffered, std::size_t capacity_bytes, std::size_t begin) {
   if (used_bytes_ > 0) return false;
-  if (buffered >= 0 && buffered != last_) unsettled_.clear();  // they were of another drive
+  if (buffered >= 0 && buffered != last_) quarantined_.clear();  // they were of another drive
   if (buffered >= 0) last_ = buffered;
   direct_ = buffered < 0 ? -1 : direct;
   buffered_ = buffered;
@@ -25,14 +25,14 @@ bool SwapFile::set(Handle direct, Handle buffered, std::size_t capacity_bytes, s
   const auto whole = capacity_bytes / kPageBytes * kPageBytes;
   if (!usable() || whole == 0) return true;
   free_.give(begin, whole);
-  for (const auto& [offset, place] : unsettled_)
+  for (const auto& [offset, place] : quarantined_)
     if (offset >= begin && offset + place.size_bytes <= begin + whole) free_.take(offset, place.size_bytes);
   return true;
 }
 
 std::optional<std::size_t> SwapFile::take(std::size_t size_bytes) {
   if (!usable()) return std::nullopt;
-  if (!unsettled_.empty()) settle();
+  if (!quarantined_.empty()) release_quarantined();
   for (const auto& [offset, size] : free_.by_offset()) {
     if (size < size_bytes) continue;
     const auto found = offset;
@@ -45,21 +45,21 @@ std::optional<std::size_t> SwapFile::take(std::size_t size_bytes) {
 
 void SwapFile::give(std::size_t offset, std::size_t size_bytes) {
   used_bytes_ -= size_bytes;
-  const auto place = unsettled_.find(offset);
-  if (place == unsettled_.end())
+  const auto place = quarantined_.find(offset);
+  if (place == quarantined_.end())
     free_.give(offset, size_bytes);
   else
     place->second.given = true;
 }
 
-void SwapFile::unsettle(std::size_t offset, std::size_t size_bytes, double seconds) {
-  unsettled_[offset] = {size_bytes, now_ns() + static_cast<std::int64_t>(seconds * 1e9), false};
+void SwapFile::quarantine(std::size_t offset, std::size_t size_bytes, double seconds) {
+  quarantined_[offset] = {size_bytes, now_ns() + static_cast<std::int64_t>(seconds * 1e9), false};
 }
 
 // Gives back what nothing can land on any more.
-void SwapFile::settle() {
+void SwapFile::release_quarantined() {
   const auto now = now_ns();
-  std::erase_if(unsettled_, [&](const auto& entry) {
+  std::erase_if(quarantined_, [&](const auto& entry) {
     const auto& [offset, place] = entry;
     if (now < place.until_ns) return false;
     if (place.given) free_.give(offset, place.size_bytes);
@@ -72,7 +72,7 @@ namespace {
 constexpr std::size_t kBounceBytes = std::size_t{1} << 20;
 
 // Through a file in memory: the kernel copies what may be taken away meanwhile, and says so.
-int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std::uint64_t offset, double* unsettled_s) {
+int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std::uint64_t offset, double* may_land_s) {
   nvme::StillInUse in_use;
   const int file = memfd_create("penstock-swap", MFD_CLOEXEC);
   if (file < 0) return errno;
@@ -100,15 +100,15 @@ int write_remotely(Handle handle, const char* data, std::size_t size_bytes, std:
   }
   if (bounce != MAP_FAILED && !in_use.abandoned) munmap(bounce, length);  // who reads on finds nothing of others
   close(file);
-  if (unsettled_s != nullptr) *unsettled_s = in_use.unsettled_s;
+  if (may_land_s != nullptr) *may_land_s = in_use.may_land_s;
   return error;
 }
 
 }  // namespace
 
 int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset,
-                double* unsettled_s) {
-  if (is_namespace(buffered)) return write_remotely(buffered, data, size_bytes, offset, unsettled_s);
+                double* may_land_s) {
+  if (is_namespace(buffered)) return write_remotely(buffered, data, size_bytes, offset, may_land_s);
   int file = static_cast<int>(direct >= 0 ? direct : buffered);
   while (size_bytes > 0) {
     const auto count = io_write(file, data, size_bytes, offset);

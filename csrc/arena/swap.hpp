@@ -24,28 +24,28 @@ class SwapFile {
   std::optional<std::size_t> take(std::size_t size_bytes);
   void give(std::size_t offset, std::size_t size_bytes);
   // A write there was lost on its way to a remote drive, and may land for so long yet: until then nobody gets the place.
-  void unsettle(std::size_t offset, std::size_t size_bytes, double seconds);
+  void quarantine(std::size_t offset, std::size_t size_bytes, double seconds);
 
  private:
   Handle direct_ = -1, buffered_ = -1;
   Handle last_ = -1;  // buffered_, or what it was
-  void settle();
+  void release_quarantined();
 
   std::size_t used_bytes_ = 0;
   Ranges free_;
-  struct Unsettled {
+  struct Quarantined {
     std::size_t size_bytes = 0;
     std::int64_t until_ns = 0;
     bool given = false;  // nobody's but for this
   };
-  std::map<std::size_t, Unsettled> unsettled_;  // by offset
+  std::map<std::size_t, Quarantined> quarantined_;  // by offset
 };
 
 // All of these block, and give 0 or an errno. `direct` may be -1, and is not used where the system
 // refuses it.
-// `unsettled_s`, if not null, gets how long the place of a write may be written to yet.
+// `may_land_s`, if not null, gets how long the place of a write may be written to yet.
 int write_fully(Handle direct, Handle buffered, const char* data, std::size_t size_bytes, std::uint64_t offset,
-                double* unsettled_s = nullptr);
+                double* may_land_s = nullptr);
 // Into `destination`, the start of a block. The file may be one for direct I/O: what is not aligned is
 // read in aligned pieces. `failed`, if not null, gets the segment that could not be read, and `abandoned` whether the
 // destination may be written to for ever.

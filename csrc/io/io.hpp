@@ -34,7 +34,7 @@ struct Operation {
 struct Result {
   std::uint64_t tag;
   int moved;               // bytes, or a negative errno
-  bool unsettled = false;  // a write that was sent before, and lost with its connection, may land yet
+  bool may_land = false;  // a write that was sent before, and lost with its connection, may land yet
 };
 
 // Every method but wake belongs to the one thread that constructed the object.

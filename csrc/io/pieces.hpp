@@ -33,7 +33,7 @@ struct Transfer {
   int error = 0;                         // 0, or an errno
   double started_s = 0, finished_s = 0;  // on the monotonic clock
   bool abandoned = false;  // its thread broke: the memory may still be read or written, for ever; so the target
-  bool unsettled = false;  // as of Result: what is written to that place next may be overwritten
+  bool may_land = false;  // as of Result: what is written to that place next may be overwritten
 
   // Of Transfers, while it is under way.
   std::size_t pieces_left = 0, pieces_begun = 0;

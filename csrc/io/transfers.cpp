@@ -400,7 +400,7 @@ void Transfers::issue(Io& io, const Part& part) {
 bool Transfers::advance(Worker& worker, Part& part, const Result& result) {
   io_step("advance");
   const auto moved = result.moved;
-  part.unsettled = part.unsettled || result.unsettled;
+  part.may_land = part.may_land || result.may_land;
   const auto& piece = part.piece;
   const auto& transfer = *part.transfer;
   if (moved == -EINTR || moved == -EAGAIN) {
@@ -452,7 +452,7 @@ void Transfers::end_part(Parts& parts, Part& part, int error, bool abandoned) {
   }
   if (part.slot != nullptr && !abandoned) staging_.give(part.slot);
   transfer.abandoned = transfer.abandoned || abandoned;
-  transfer.unsettled = transfer.unsettled || part.unsettled;
+  transfer.may_land = transfer.may_land || part.may_land;
   if (error != 0 && transfer.error == 0) {
     transfer.error = error;
     if (begun) drop_waiting(queue_of(part), transfer);  // the rest is not worth the effort

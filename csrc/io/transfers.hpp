@@ -82,7 +82,7 @@ class Transfers {
     Parts::iterator self{};
     std::uint64_t done_bytes = 0;  // from piece.begin on
     int retries = 0;
-    bool unsettled = false;
+    bool may_land = false;
     std::byte* slot = nullptr;
     Worker* worker = nullptr;  // where it has begun
   };

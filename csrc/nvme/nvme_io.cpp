@@ -93,7 +93,7 @@ class NvmeIo final : public Io {
     Remote* remote;
     std::uint32_t size_bytes, commands_left;
     int error;
-    bool unsettled = false;  // a command that was lost may write yet
+    bool may_land = false;  // a command that was lost may write yet
     // Of an encrypted namespace: what goes over the wire, and for a read what becomes of it.
     Buffer* wire = nullptr;
     std::uint64_t wire_begin = 0, first = 0;
@@ -596,7 +596,7 @@ bool NvmeIo::close_if_quiet(Queue& queue) {
 }
 
 void NvmeIo::retry(Target& target, Part* part) {
-  if (part->command.direction == Direction::to_controller) part->task->unsettled = true;
+  if (part->command.direction == Direction::to_controller) part->task->may_land = true;
   if (part->tries >= kMostTries) {
     end_part(part, ECONNRESET, "given up after " + std::to_string(kMostTries) + " tries; last: " + target.why);
     return;
@@ -643,7 +643,7 @@ void NvmeIo::end_part(Part* part, int error, const std::string& why) {
     }
     buffers_->give(std::exchange(task.wire, nullptr));
   }
-  results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes), task.unsettled});
+  results_.push_back({task.tag, task.error != 0 ? -task.error : static_cast<int>(task.size_bytes), task.may_land});
   tasks_.give(&task);
 }
 

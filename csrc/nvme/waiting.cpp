@@ -34,7 +34,7 @@ struct Wait {
   Condition changed;
   bool over = false;
   int error = 0;
-  bool abandoned = false, unsettled = false;
+  bool abandoned = false, may_land = false;
 };
 
 constexpr std::size_t kLentBytes = std::size_t{256} << 10;
@@ -88,7 +88,7 @@ void notify_waiters(Transfers& transfers) {
       const std::lock_guard lock(wait.mutex);
       wait.error = one.error;
       wait.abandoned = one.abandoned;
-      wait.unsettled = one.unsettled;
+      wait.may_land = one.may_land;
       wait.over = true;
       wait.changed.notify_one();  // with the lock: who waits then ends the object
     }
@@ -208,7 +208,7 @@ int move_and_wait(bool write, Handle handle, std::byte* address, std::size_t siz
   }
   std::unique_lock lock(wait.mutex);
   wait.changed.wait(lock, [&wait] { return wait.over; });
-  if (in_use != nullptr && (wait.abandoned || wait.unsettled))
+  if (in_use != nullptr && (wait.abandoned || wait.may_land))
     *in_use = {in_use->abandoned || wait.abandoned, found->controller->facts().quiesce_s};
   return wait.error;
 }

@@ -14,7 +14,7 @@ bool prepare_to_wait();
 // What must not be reused yet after a move has ended.
 struct StillInUse {
   bool abandoned = false;  // the memory: it may be read or written for ever
-  double unsettled_s = 0;  // the place, for so long: a lost write may still be carried out
+  double may_land_s = 0;  // the place, for so long: a lost write may still be carried out
 };
 
 // Moves all of it; 0, or an errno. What is written is whole blocks, from memory that stays as it is. A forked child

@@ -158,18 +158,18 @@ void Storages::clear_address(ManagedStorage& managed) {
   managed.address = 0;
 }
 
-void Storages::remove_one_dead() { forget(nb::object(pop_dead_())); }
+void Storages::remove_one_dead() { remove(nb::object(pop_dead_())); }
 
 void Storages::untrack(PyObject* storage) {
   for (auto* managed = find(storage); managed != nullptr;) {
     auto* const next = managed->next;
     const nb::object reference = std::exchange(managed->reference, nb::none());
-    forget(reference);
+    remove(reference);
     managed = next;
   }
 }
 
-void Storages::forget(nb::object reference) {
+void Storages::remove(nb::object reference) {
   const auto found = by_reference_.find(reference.ptr());
   if (found == by_reference_.end()) return;
   const Owned owned = std::move(found->second);

@@ -122,7 +122,7 @@ class Storages {
   };
 
   void remove_one_dead();
-  void forget(nb::object reference);
+  void remove(nb::object reference);
   ManagedStorage* add(PyObject* storage, std::int64_t size_bytes);
   void add_parts(ManagedStorage& whole, PyObject* storage, bool made, const std::vector<std::uintptr_t>& starts);
   void use_last(ManagedStorage& managed);

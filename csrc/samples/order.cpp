@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "samples/random.hpp"
+#include "random.hpp"
 
 namespace penstock::samples {
 

@@ -122,23 +122,23 @@ TEST(a_write_that_may_land_again_says_so) {
     CHECK_EQUAL(opened.controller->facts().quiesce_s, 3 * 15.0 + 10);
     Transfers transfers([&] { return make_nvme_io(16, ring); }, limits(1));
     std::vector<std::byte> memory(4096, std::byte{1});
-    const auto unsettled = [&](bool write) {
+    const auto may_land = [&](bool write) {
       const Transfer asked{1, write, Method::direct, false, {-1, opened.handle, kBlock}, 0, memory.data(), 4096};
       CHECK(transfers.submit({&asked, 1}));
       const auto finished = transfers.wait();
       CHECK(finished.size() == 1 && finished.front().error == 0);
-      return finished.front().unsettled;
+      return finished.front().may_land;
     };
-    CHECK(!unsettled(true));
+    CHECK(!may_land(true));
     CHECK_EQUAL(opened.controller->late_s(), 0.0);
     server.holds = true;
-    CHECK(unsettled(true));
+    CHECK(may_land(true));
     CHECK(opened.controller->late_s() > 0);
-    CHECK(!unsettled(false));
+    CHECK(!may_land(false));
     std::fill(memory.begin(), memory.end(), std::byte{2});
-    CHECK(!unsettled(true));
+    CHECK(!may_land(true));
     server.land();  // over what is newer
-    CHECK(!unsettled(false));
+    CHECK(!may_land(false));
     CHECK(memory.front() == std::byte{1});
   }
 }

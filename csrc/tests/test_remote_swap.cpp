@@ -95,7 +95,7 @@ int nvme::move_and_wait(bool write, Handle, std::byte* address, std::size_t size
   }
   if (write && drive->loses_write_s) {
     drive->lost.emplace_back(offset, size_bytes);
-    in_use->unsettled_s = *std::exchange(drive->loses_write_s, {});
+    in_use->may_land_s = *std::exchange(drive->loses_write_s, {});
   }
   if (write)
     std::memcpy(drive->disk.data() + offset, memory, size_bytes);
@@ -147,14 +147,14 @@ TEST(nothing_is_written_where_an_older_write_may_land) {
   CHECK(holds(block, size, 'b'));
 }
 
-TEST(unsettled_space_is_given_out_when_its_time_is_over) {
+TEST(quarantined_space_is_given_out_when_its_time_is_over) {
   SwapFile swap;
   CHECK(swap.set(-1, kFirstNamespace, 2 * kPageBytes));
   // Used on by who has it, and by nobody after.
   for (const double seconds : {kForLongS, 0.0}) {
     const auto place = swap.take(kPageBytes);
     CHECK(place.has_value());
-    swap.unsettle(*place, kPageBytes, seconds);
+    swap.quarantine(*place, kPageBytes, seconds);
     swap.give(*place, kPageBytes);
   }
   CHECK_EQUAL(swap.used_bytes(), 0u);
@@ -174,12 +174,12 @@ TEST(unsettled_space_is_given_out_when_its_time_is_over) {
   CHECK_EQUAL(swap.take(kPageBytes).value_or(kPageBytes), 0u);
 }
 
-TEST(space_that_is_unsettled_while_it_is_used_is_free_when_given_after_its_time) {
+TEST(space_that_is_quarantined_while_it_is_used_is_free_when_given_after_its_time) {
   SwapFile swap;
   CHECK(swap.set(-1, kFirstNamespace, 2 * kPageBytes));
   const auto place = swap.take(kPageBytes);
   CHECK_EQUAL(place.value_or(1), 0u);
-  swap.unsettle(*place, kPageBytes, 0);
+  swap.quarantine(*place, kPageBytes, 0);
   CHECK_EQUAL(swap.take(kPageBytes).value_or(0), kPageBytes);  // the first is its holder's still
   CHECK(!swap.take(kPageBytes).has_value());
   swap.give(*place, kPageBytes);

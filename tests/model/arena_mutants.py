@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "a staging area ends with its block",
         "arena.cpp",
-        "    forget_staging(staging);\n    staging.copy.reset();\n",
+        "    drop_staging(staging);\n    staging.copy.reset();\n",
         "    stagings_.erase(block->staging);\n",
     ),
     Mutant(
@@ -107,14 +107,14 @@ MUTANTS = [
     Mutant(
         "what has come back keeps its event",
         "landings.cpp",
-        "  forget_event(block);\n  if (!guard)\n",
+        "  drop_event(block);\n  if (!guard)\n",
         "  if (!guard)\n",
     ),
-    Mutant("what has left keeps its event", "gate.cpp", "  else\n    forget_event(block);\n", ""),
+    Mutant("what has left keeps its event", "gate.cpp", "  else\n    drop_event(block);\n", ""),
     Mutant(
         "what has left for a copy of its own keeps its event",
         "copies.cpp",
-        "    forget_event(block);\n    return Answer::kYes;\n",
+        "    drop_event(block);\n    return Answer::kYes;\n",
         "    return Answer::kYes;\n",
     ),
     # Counters.

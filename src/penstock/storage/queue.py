@@ -164,7 +164,7 @@ class Queue:
             transfer.started_s = min(transfer.started_s or math.inf, part.started_s)
             transfer.finished_s = max(transfer.finished_s, part.finished_s)
             transfer.abandoned |= part.abandoned
-            transfer.unsettled |= part.unsettled
+            transfer.may_land |= part.may_land
             if not part.error_number:
                 part.keep = None
             elif transfer.failed is None:

@@ -449,7 +449,7 @@ class SpillSpace(Closing):
     def _record(self, transfer: Transfer, now_s: float) -> None:
         """What a transfer cost that is over. Called with the lock."""
         kind, name, moved = transfer.kind, transfer.path.name, transfer.error is None
-        if kind == "write" and (transfer.abandoned or transfer.unsettled):
+        if kind == "write" and (transfer.abandoned or transfer.may_land):
             region = self._regions[transfer.extent.space]
             region.expect_late_write(transfer.extent, transfer.abandoned)
         if moved and transfer.measured:

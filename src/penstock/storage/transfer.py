@@ -83,7 +83,7 @@ class Transfer:
     started_s, finished_s  time.perf_counter() when the transport began and ended it
     abandoned              the transport broke: the kernel may use its memory, and write to the file, until
                            the process ends
-    unsettled              a write to a remote drive whose connection was lost: it may still be carried out
+    may_land              a write to a remote drive whose connection was lost: it may still be carried out
                            (`Namespace.quiesce_s`), and overwrite what is written there next
 
     Of those of a SpillSpace:
@@ -104,7 +104,7 @@ class Transfer:
 
     error_number = 0
     started_s = finished_s = 0.0
-    abandoned = unsettled = False
+    abandoned = may_land = False
 
     extent: Extent
     path: IoPath

@@ -68,9 +68,9 @@ class Sending(Closing):
         self._thread = Background(f"sending to {bucket}", _WAITING)
         packing = progress.read(folder) if resume else None
         with as_sample_errors():
-            self._begin(self._note(recipe), overwrite, goes_on=packing is not None and packing.samples > 0)
+            self._begin(self._packing_id(recipe), overwrite, goes_on=packing is not None and packing.samples > 0)
 
-    def _note(self, recipe: progress.Recipe) -> bytes:
+    def _packing_id(self, recipe: progress.Recipe) -> bytes:
         """Says whose packing it is."""
         who = [platform.node(), os.path.realpath(self._folder)]
         return hashlib.sha256(msgspec.json.encode([who, recipe])).digest()[:16]
