@@ -68,7 +68,8 @@ class Sending(Closing):
         self._thread = Background(f"sending to {bucket}", _WAITING)
         packing = progress.read(folder) if resume else None
         with as_sample_errors():
-            self._begin(self._packing_id(recipe), overwrite, goes_on=packing is not None and packing.samples > 0)
+            goes_on = packing is not None and packing.samples > 0
+            self._begin(self._packing_id(recipe), overwrite, goes_on)
 
     def _packing_id(self, recipe: progress.Recipe) -> bytes:
         """Says whose packing it is."""
