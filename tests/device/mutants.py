@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "a copy leaves before kernels have made it",
         ACCELERATOR,
-        "            ready = [self._events.record(stream) for stream in self._streams]\n            slot",
+        "            ready = [self._events.record(stream) for stream in self.streams]\n            slot",
         "            ready = []\n            slot",
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "what is packed is not made yet",
         ACCELERATOR,
-        "        ready = [self._events.record(stream) for stream in self._streams]\n        self._packing",
+        "        ready = [self._events.record(stream) for stream in self.streams]\n        self._packing",
         "        ready: list[Any] = []\n        self._packing",
     ),
     Mutant(
@@ -324,8 +324,8 @@ MUTANTS = [
     Mutant(
         "what a kernel uses is released when it is packed",
         ENGINE,
-        "            leaves = managed.freeing_bytes and not managed.void and not managed.pins\n",
-        "            leaves = managed.freeing_bytes and not managed.void\n",
+        "        leaves = packed_bytes and managed.freeing_bytes and not managed.void and not managed.pins\n",
+        "        leaves = packed_bytes and managed.freeing_bytes and not managed.void\n",
         "ended_at_a_launch",
         error="illegal memory access",
     ),

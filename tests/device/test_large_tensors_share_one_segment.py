@@ -15,8 +15,8 @@ from torch import nn
 import penstock
 from penstock._native import DeviceSegment, Leaves
 from penstock.runtime.devices import queues
-from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.compaction import Compaction
+from penstock.runtime.devices.room import AllocatorRoom
 from penstock.runtime.storages import LEAVING, ManagedStorage
 from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
 from tests.support.accelerator import orders, wanted
@@ -155,21 +155,21 @@ def test_what_a_kernel_uses_keeps_its_bits_where_it_is_in_the_way(
     order: str, helps: bool, configure: Configure, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the allocator had refused a kernel's memory: its largest tensor leaves, or all do."""
-    make_holes, rearrange = AcceleratorDevice.make_holes, AcceleratorDevice._rearrange
+    make_holes, rearrange = AllocatorRoom.make_holes, AllocatorRoom._rearrange
     rearranged: list[bool] = []
 
-    def refused(device: AcceleratorDevice, sizes: list[int]) -> None:
-        if device._compaction.is_open and not device._opened_for:
-            assert device.make_room(max(sizes))
-            device._next_opening = 0  # where it could not be opened again at once
-        make_holes(device, sizes)
+    def refused(room: AllocatorRoom, sizes: list[int]) -> None:
+        if room._compaction.is_open and not room._opened_for:
+            assert room.make(max(sizes))
+            room._next_opening = 0  # where it could not be opened again at once
+        make_holes(room, sizes)
 
-    def rearranges(device: AcceleratorDevice, used: list[ManagedStorage], size_bytes: int) -> bool:
-        rearranged.append(rearrange(device, used, size_bytes) and helps)
+    def rearranges(room: AllocatorRoom, used: list[ManagedStorage], size_bytes: int) -> bool:
+        rearranged.append(rearrange(room, used, size_bytes) and helps)
         return rearranged[-1]
 
-    monkeypatch.setattr(AcceleratorDevice, "make_holes", refused)
-    monkeypatch.setattr(AcceleratorDevice, "_rearrange", rearranges)
+    monkeypatch.setattr(AllocatorRoom, "make_holes", refused)
+    monkeypatch.setattr(AllocatorRoom, "_rearrange", rearranges)
     configure(order="eager")
     training = Training()
     plain = expected(PLAIN)

@@ -880,10 +880,10 @@ class World:
     def _check_at_rest(self) -> None:
         engine = self.engine
         reserved_bytes = engine.memory.reserved_bytes  # below zero: what left since the last kernel
-        if engine._out_bytes or engine._in_bytes or engine._freeing_bytes or reserved_bytes > 0:
+        if engine._out_bytes or engine._in_bytes or engine.freeing_bytes or reserved_bytes > 0:
             raise Violation(
                 f"at rest {engine._out_bytes} bytes leave, {engine._in_bytes} come, "
-                f"{engine._freeing_bytes} are to be free, {reserved_bytes} are reserved"
+                f"{engine.freeing_bytes} are to be free, {reserved_bytes} are reserved"
             )
         for name, managed in self.managed.items():
             if name in self.storage and (
@@ -912,8 +912,8 @@ class World:
     def _check(self) -> None:
         engine = self.engine
         freeing_bytes = sum(managed.freeing_bytes for managed in self.met)
-        if engine._freeing_bytes != freeing_bytes:
-            raise Violation(f"{engine._freeing_bytes} bytes are to be free, which are {freeing_bytes}")
+        if engine.freeing_bytes != freeing_bytes:
+            raise Violation(f"{engine.freeing_bytes} bytes are to be free, which are {freeing_bytes}")
         out_bytes = sum(
             held.size_bytes for held in self.held if isinstance(held, Transfer) and held.kind == "write"
         )
@@ -1018,7 +1018,7 @@ class World:
                 [called.get(managed) for managed in queue]
                 for queue in (engine._evictions, engine.prefetches, engine.unpinned_later)
             ],
-            (engine._out_bytes, engine._in_bytes, engine._freeing_bytes, engine.memory.reserved_bytes),
+            (engine._out_bytes, engine._in_bytes, engine.freeing_bytes, engine.memory.reserved_bytes),
             (
                 engine._error is not None,
                 self.errors,

@@ -60,7 +60,7 @@ def test_what_was_there_and_moves_counts_against_the_budget(spill: SpillSpace) -
         tensors = [torch.full((2048,), float(n)).mul_(1) for n in range(12)]  # 1.5 times the budget
         for n, tensor in enumerate(tensors):
             assert tensor.add(run.driver.before)[1].item() == n + 2
-        assert run.device.peak_bytes() <= BUDGET_BYTES
+        assert run.device.meter.peak_bytes() <= BUDGET_BYTES
     assert run.driver.limits[-1] is None
 
 
@@ -92,5 +92,5 @@ def test_what_was_there_and_is_above_it_is_below_it_when_a_step_begins(spill: Sp
         assert isinstance(run.driver, Larger)
         run.clock.know(run.driver.before, 0)
         run.device.begin_step()
-        assert run.device.peak_bytes() <= BUDGET_BYTES
+        assert run.device.meter.peak_bytes() <= BUDGET_BYTES
         assert run.driver.memory().reserved_bytes <= BUDGET_BYTES

@@ -151,7 +151,7 @@ def test_an_access_that_nobody_planned_sees_the_bytes(tmp_path: Path) -> None:
             os._exit(0)
         assert os.read(reader, 1) == b"\1"
         os.waitpid(child, 0)
-        assert run._device.unplanned_accesses >= 5
+        assert run._device.meter.unplanned_accesses >= 5
         _leave_compressed(run, tensors[:4])
         assert all(
             torch.equal(tensor * 1, torch.from_numpy(values))

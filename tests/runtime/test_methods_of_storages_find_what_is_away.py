@@ -85,7 +85,7 @@ def test_reading_more_than_the_budget(spill: SpillSpace) -> None:
     with checked_run(spill, BUDGET_BYTES, refuses=True) as run:
         state = [made(run, begin) for begin in range(STATE)]
         torch.save(state, file, _use_new_zipfile_serialization=False)
-        assert run.device.peak_bytes() <= BUDGET_BYTES
+        assert run.device.meter.peak_bytes() <= BUDGET_BYTES
     file.seek(0)
     for begin, tensor in enumerate(torch.load(file)):
         assert torch.equal(tensor, torch.arange(float(begin), begin + NUMBERS))

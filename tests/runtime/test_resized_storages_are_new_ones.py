@@ -99,7 +99,7 @@ def test_on_an_accelerator_too(tmp_path: Path, seed: int) -> None:
             for buffer in reversed(gathered):
                 buffer.add_(1)
                 resize(buffer, 0)
-        assert run.device.peak_bytes() <= LAYERS * size_bytes
+        assert run.device.meter.peak_bytes() <= LAYERS * size_bytes
         found = [weight.mul(1).tolist() for weight in moved]
     assert found == [weight.mul(8).tolist() for weight in expected]
 

@@ -42,12 +42,12 @@ def _nothing_is_left(run: penstock.Offload) -> None:
     engine, device = run._engine, run._device
     with engine.lock:
         engine.drain()
-        device.storages.remove_dead()  # type: ignore[union-attr]
+        device.storages.remove_dead()
         assert engine.in_flight_bytes == (0, 0)
         assert engine.freeing_bytes == 0
         assert not device._staging and not device._packed  # type: ignore[attr-defined]
         assert not run._spill.used_bytes
-        assert not device._fixed_bytes  # type: ignore[attr-defined]
+        assert not device.memory.beside_bytes
     assert arena.stats().in_use_bytes == arena.stats().foreign_bytes
 
 
@@ -75,7 +75,7 @@ def test_in_each_state(state: object, on: str, tmp_path: Path) -> None:
             others = [torch.full((ELEMENTS,), float(i)) for i in range(12)]
             assert [float(other[7]) for other in others] == list(range(12))
         assert torch.equal(tensor, content + 1)
-        assert run._device._fixed_bytes == SIZE  # type: ignore[attr-defined]
+        assert run._device.memory.beside_bytes == SIZE
         del tensor, content, others
         _nothing_is_left(run)
 

@@ -51,8 +51,7 @@ class Program(RuleBasedStateMachine):
     def _buried(self, managed: ManagedStorage) -> None:
         if managed.state != AWAY:
             self.device.live.pop(managed.key, None)
-        if managed.key in self.device.packed:
-            self.device.drop_packed(managed)
+        self.device.drop_packed(managed)
         if managed.slot is not None:
             self.device.free_slot(managed, managed.slot)
             managed.slot = None
@@ -109,7 +108,7 @@ class Program(RuleBasedStateMachine):
         least_bytes += sum(
             packed_size(managed)
             for managed in used
-            if managed.packed_bytes or managed.slot in self.device.packed_slots
+            if managed.packed_bytes or (managed.slot is not None and managed.slot.packed_bytes)
         )
         with self._troubled(least_bytes), self.device.serving(self.engine):
             for managed in used:

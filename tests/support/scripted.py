@@ -10,7 +10,7 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ import torch
 from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.devices import Done, Moved
-from penstock.runtime.storages import LEAVING, RESIDENT, ManagedStorage
+from penstock.runtime.devices import Copies, Done, Moved, Room
+from penstock.runtime.storages import AWAY, COMING, LEAVING, ManagedStorage
 
 MOST_QUESTIONS = 100_000
 
@@ -39,17 +39,31 @@ class Pending:
 
 
 class Packing(Pending):
-    """Packing that has begun: `done` is told the bytes."""
+    """Packing that has begun."""
 
 
 class Slot(int):
-    """The number of a place for a copy, and its tier."""
+    """The number of a place for a copy, its tier, and what the copy takes where it is packed."""
 
     tier = "disk"
+    packed_bytes = 0
 
 
-class ScriptedDevice:
-    """See penstock.runtime.devices.Device.
+class NoRoom(Room):
+    """Nothing leaves that the engine does not know."""
+
+    def __init__(self, live: dict[Any, int]) -> None:
+        self._live = live
+
+    def make(self, size_bytes: int) -> bool:
+        return False
+
+    def budget_for(self, size_bytes: int) -> int:
+        return sum(self._live.values()) + size_bytes
+
+
+class ScriptedDevice(Copies):
+    """See penstock.runtime.devices.Copies.
 
     random    decides which copy is over next, and which are over before their call returns
     trouble   probability that a call fails: no space, no memory now, an error at once
@@ -71,20 +85,19 @@ class ScriptedDevice:
         self.tiers = ("host", "disk") if host_slots else ("disk",)
         self.host_slots = host_slots
         self.random = random.Random(seed)
-        self.admits_anywhere = anywhere
-        self.expands_in_place = anywhere
         self.trouble = trouble
         self.at_once = at_once
         self.pending: list[Pending] = []
         self.slots: dict[Slot, bytes] = {}
         self.live: dict[Any, int] = {}  # bytes on the device, by key
+        self.room = NoRoom(self.live)
         self.packed: dict[int, bytes] = {}  # packed on the device, by key
-        self.packed_slots: set[int] = set()
         self.stays_packed: set[int] = set()  # keys of what is coming, packed
         self.peak_bytes = 0
         self.questions = 0
         self.engine: CopyEngine | None = None
         self.memory = DeviceMemory()
+        self.memory.in_arena = anywhere
         self.kernels_thread = threading.get_ident()
         self._numbers = 0
 
@@ -121,33 +134,19 @@ class ScriptedDevice:
             "forgotten while a copy is under way"
         )
         del self.slots[slot]
-        self.packed_slots.discard(slot)
 
     def pack(
-        self,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        codec: str,
-        itemsize: int,
-        done: Callable[[int], None],
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, codec: str, itemsize: int, done: Done
     ) -> None:
-        self._begin(Packing(True, managed, storage, done))  # type: ignore[arg-type]
+        self._begin(Packing(True, managed, storage, done))
 
     def _keep_packed(self, managed: ManagedStorage, data: bytes) -> None:
         self.packed[managed.key] = data
         self.take(("packed", managed.key), packed_size(managed))
 
-    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
-        if not keeps and managed.key in self.packed:
-            self.drop_packed(managed)
-        return True
-
     def drop_packed(self, managed: ManagedStorage) -> None:
-        del self.packed[managed.key]
-        del self.live["packed", managed.key]
-
-    def packed_bytes(self, managed: ManagedStorage) -> int:
-        return packed_size(managed) if managed.slot in self.packed_slots else 0
+        if self.packed.pop(managed.key, None) is not None:
+            del self.live["packed", managed.key]
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
         packed = managed.writing
@@ -157,7 +156,7 @@ class ScriptedDevice:
     def prepare(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
     ) -> bool:
-        assert self.admits_anywhere or threading.get_ident() == self.kernels_thread
+        assert self.memory.in_arena or threading.get_ident() == self.kernels_thread
         assert storage.nbytes() == 0, "prepared, and there"
         if self._in_trouble() and self.engine is not None and any(self.engine.in_flight_bytes):
             return False
@@ -186,6 +185,10 @@ class ScriptedDevice:
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         assert not managed.pins, "released while a kernel uses it"
+        if managed.state == AWAY:
+            assert self.packed[managed.key] == self.slots[managed.slot], "given up, and its copy is another"
+            self.drop_packed(managed)
+            return True
         if managed.state == LEAVING:
             assert self.packed[managed.key] == content(storage), "released, and packed otherwise"
         else:
@@ -194,15 +197,12 @@ class ScriptedDevice:
         del self.live[managed.key]
         return True
 
-    def raise_priority(self, managed: ManagedStorage) -> None:
-        pass
-
     def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if managed.key in self.stays_packed:
             self.stays_packed.remove(managed.key)
             return True
         was_packed = managed.key in self.packed
-        if was_packed and not managed.writing:  # else they are read until they are written
+        if not managed.writing:  # else they are read until they are written
             self.drop_packed(managed)
         return managed.clean or not was_packed
 
@@ -213,24 +213,6 @@ class ScriptedDevice:
             return
         storage.resize_(0)
         del self.live[managed.key]
-
-    def will_write(self, managed: ManagedStorage) -> None:
-        pass
-
-    def notice(self) -> None:
-        pass
-
-    def is_gone(self, managed: ManagedStorage) -> bool:
-        return False
-
-    def join(self, managed: ManagedStorage) -> bool:
-        return False
-
-    def make_room(self, size_bytes: int) -> bool:
-        return False
-
-    def budget_for(self, size_bytes: int) -> int:
-        return sum(self.live.values()) + size_bytes
 
     # -- the end of copies -------------------------------------------------------------------------
 
@@ -249,16 +231,17 @@ class ScriptedDevice:
             )
             if fits and error is None:
                 self._keep_packed(managed, content(storage))
+                managed.packed_bytes = packed_size(managed)
             del storage
-            copy.done(packed_size(managed) if fits and error is None else 0)  # type: ignore[call-arg, arg-type]
+            copy.done(None, [])
+            if not managed.packed_bytes:
+                self.drop_packed(managed)
             return
         damage = b"\xa5" * managed.size_bytes
         if copy.out:
             data = self.packed.get(managed.key, damage) if copy.packed else content(storage)
             self.slots[managed.slot] = data if error is None else damage
-            self.packed_slots.discard(managed.slot)
-            if copy.packed and error is None:
-                self.packed_slots.add(managed.slot)
+            managed.slot.packed_bytes = packed_size(managed) if copy.packed and error is None else 0
         elif copy.packed:
             self.packed[managed.key] = self.slots[managed.slot] if error is None else damage
         else:
@@ -267,7 +250,7 @@ class ScriptedDevice:
         del storage
         moved = [Moved("disk_write" if copy.out else "disk_read", 0.0, 1.0, managed.index, copy.size_bytes)]
         copy.done(error, moved if error is None else [])
-        if copy.out and copy.packed and managed.state == RESIDENT and managed.key in self.packed:
+        if copy.out and copy.packed and managed.state != COMING and not managed.packed_bytes:
             self.drop_packed(managed)
 
     @contextlib.contextmanager

@@ -115,8 +115,7 @@ class Clock(TorchDispatchMode):
             current_stream=device.current_stream,
         )
         self._kernels.activation = ACTIVATION
-        self._kernels.views_need_bytes = device.empties_storages
-        self._kernels.asks_needs = device.infers_needs
+        self._kernels.views_need_bytes = self._kernels.asks_needs = not device.memory.in_arena
         self._collectives = Collectives(device, engine.budget_bytes, self._kernels)
         self._phases = Phases(self.know)
         self.variants = Variants(device, engine, self._interrupts, variants)
@@ -135,7 +134,7 @@ class Clock(TorchDispatchMode):
         self._after_launch = self._collectives.after_launch
         self._launch_failed = self._collectives.launch_failed
         self._release_done = self._collectives.release_done
-        self._cannot_use, self._kernel_failed = device.cannot_use, device.kernel_failed
+        self._cannot_use, self._kernel_failed = device.cannot_use, device.room.kernel_failed
         self._in_memory_bytes = device.in_memory_bytes
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
         self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
@@ -156,7 +155,7 @@ class Clock(TorchDispatchMode):
         self.__enter__()
         self._kernels.entered = True
         self._access.replace_methods(self._replaced, self._recorder.resized)
-        if self._device.empties_storages:
+        if not self._device.memory.in_arena:
             self._replaced.enter_context(cuda_graphs_refused())
             self._replaced.enter_context(compiled_regions_seen())
             self._replaced.enter_context(triton_launches_seen(self._access.present))
@@ -170,7 +169,7 @@ class Clock(TorchDispatchMode):
 
     def leave_to_parent(self) -> None:
         """In a process made by fork: see no more. What reads storages of an accelerator is refused."""
-        if self._device.empties_storages:
+        if not self._device.memory.in_arena:
             self._access.leave_to_parent()
             self._replaced.pop_all()
         self.stop()
@@ -219,11 +218,11 @@ class Clock(TorchDispatchMode):
             self._phases.enter()
 
     def _rest_if_nothing_moves(self, schedule: Schedule) -> None:
-        """Do not look at kernels in a step for which everything is there and stays, on a device that keeps
-        the budget by itself if the step should turn out another."""
+        """Do not look at kernels in a step for which everything is there and stays, where the arena keeps the
+        budget if the step should turn out another."""
         self.rests = (
             self._recorder.recording is None
-            and self._device.keeps_budget
+            and self._device.memory.in_arena
             and schedule.is_still
             and self._is_innermost()
             and self.storages.all_resident()
@@ -359,10 +358,10 @@ class Clock(TorchDispatchMode):
                     engine.will_write(managed)
             if need_bytes or away:
                 ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
-                # A device that keeps the budget by itself refuses what does not fit when it is asked for.
-                engine.make_room(need_bytes, ahead_bytes, expected=self._device.keeps_budget)
+                # The arena refuses what does not fit when it is asked for.
+                engine.make_room(need_bytes, ahead_bytes, expected=self._device.memory.in_arena)
                 if pieces:
-                    self._device.make_holes(pieces)
+                    self._device.room.make_holes(pieces)
         self._kernels.excluded_s += self.recomputation.recompute_s - recompute_s
         self._kernels.excluded_s += sum(wait.finished_s - wait.started_s for wait in engine.waits[waits:])
 
@@ -373,11 +372,10 @@ class Clock(TorchDispatchMode):
         small_bytes = need_bytes if pieces is None else need_bytes - sum(sizes)
         if small_bytes > 0:  # together they may be more than one block has
             sizes = (*sizes, min(small_bytes, LARGEST_SMALL_BYTES))
-        has_room = self._device.has_room
-        assert has_room is not None
+        room = self._device.room
         with self._interrupts:
-            while not has_room(sizes):
-                if not (self._engine.free(need_bytes) or self._device.make_room(need_bytes)):
+            while not room.has(sizes):
+                if not (self._engine.free(need_bytes) or room.make(need_bytes)):
                     return
 
     def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
@@ -434,7 +432,7 @@ class Clock(TorchDispatchMode):
     def _frees_enough(self, error: BaseException, need_bytes: int) -> bool:
         """Whether the kernel, which wrote nothing, lacked memory that could be freed now."""
         with self._interrupts, self._lock:
-            return self._device.frees_enough(error, need_bytes)
+            return self._device.room.frees_enough(error, need_bytes)
 
     def _kernel_over(self) -> None:
         with self._interrupts:

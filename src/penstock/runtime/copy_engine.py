@@ -16,11 +16,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from penstock._native import DEMAND, PREFETCH
+from penstock._native import DEMAND, EVICT, PREFETCH
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.devices import Device, Moved
+from penstock.runtime.devices import Copies, Moved, Slot
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
 
@@ -42,18 +43,23 @@ class Wait(NamedTuple):
     finished_s: float
 
 
+@dataclass(slots=True, eq=False)
 class _Passage:
-    """A copy that is under way.
+    """A copy that is under way, or a compression.
 
-    overtakes   it goes before those that wait for their turn
+    in_flight   where its bytes count, by tier
+    over        called at its end, with the passage and the error
+    priority    DEMAND: it goes before those that wait for their turn
     joined      kernels wait for it on the device, and here it is over
     """
 
-    __slots__ = ("joined", "overtakes")
-
-    def __init__(self, overtakes: bool = False) -> None:
-        self.overtakes = overtakes
-        self.joined = False
+    managed: ManagedStorage
+    in_flight: Counter[str]
+    tier: str
+    size_bytes: int
+    over: Callable[[_Passage, PenstockError | None], None]
+    priority: int
+    joined: bool = False
 
 
 class CopyEngine:
@@ -72,15 +78,16 @@ class CopyEngine:
     budget_hint       what else to say where the budget is too small
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
+    freeing_bytes     of what is leaving, and released when its copy is complete
     """
 
     def __init__(
         self,
-        device: Device,
+        device: Copies,
         budget_bytes: int,
         victims: Callable[[], Iterable[ManagedStorage]] = tuple,
         timeout_s: float = TIMEOUT_S,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        in_flight_bytes: int | None = None,
     ) -> None:
         self._device = device
         self.budget_bytes = budget_bytes
@@ -90,14 +97,15 @@ class CopyEngine:
         self.wait_for_others: Callable[[], bool] = lambda: False
         self.budget_hint: Callable[[], str] = lambda: ""
         self._timeout_s = timeout_s
-        self._most_in_flight_bytes = in_flight_bytes
+        most_bytes = IN_FLIGHT_BYTES if device.memory.in_arena else ANY_BYTES
+        self._most_in_flight_bytes = most_bytes if in_flight_bytes is None else in_flight_bytes
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._evictions: deque[ManagedStorage] = deque()  # that have not begun
         self.prefetches: deque[ManagedStorage] = deque()
         self._out: Counter[str] = Counter()  # bytes in flight, by tier
         self._in: Counter[str] = Counter()
-        self._freeing_bytes = 0  # of what is leaving, and released when its copy is complete
+        self.freeing_bytes = 0
         self.memory = device.memory
         self.memory.budget_bytes = budget_bytes
         self.unpinned_later: list[ManagedStorage] = []
@@ -112,11 +120,6 @@ class CopyEngine:
         self.moved: list[Moved] = []
         self.failed_prefetches = 0
         self.prefetch_error: PenstockError | None = None
-
-    @property
-    def freeing_bytes(self) -> int:
-        """Of what is leaving, and released when its copy is complete."""
-        return self._freeing_bytes
 
     @property
     def in_flight_bytes(self) -> tuple[int, int]:
@@ -174,10 +177,10 @@ class CopyEngine:
             if release and not managed.void:
                 self._mark_released(managed)
             return
-        if managed.state == AWAY and release and not managed.writing:
+        if managed.state == AWAY and release:
             managed.queued = False  # a prefetch that has not begun comes too late
-        if managed.state == AWAY and managed.packed_bytes and release and not managed.pins:
-            self._release_packed(managed)
+            if managed.packed_bytes and not managed.pins:
+                self._release_packed(managed)
             return
         if managed.state != RESIDENT or not managed.movable:
             return
@@ -201,14 +204,12 @@ class CopyEngine:
             self._queue(managed)
             self._pump()
             return
-        tier = self._tier(managed)
-        self._out[tier] += managed.size_bytes
+        packed = functools.partial(self._packed, writes)
+        passage = self._begin(managed, self._out, managed.size_bytes, packed)
         try:
-            self._device.pack(
-                managed, storage, codec, packs, functools.partial(self._packed, managed, tier, writes)
-            )
+            self._device.pack(managed, storage, codec, packs, functools.partial(self._over, passage))
         except BaseException:
-            self._out[tier] -= managed.size_bytes
+            self._cancel(passage)
             self._stay(managed)
             raise
 
@@ -223,86 +224,70 @@ class CopyEngine:
         if managed.writing:
             managed.writing = False  # what is packed is the only copy
         else:
-            managed.state = AWAY if self._device.is_gone(managed) else RESIDENT
+            managed.state = AWAY if managed.gone else RESIDENT
         managed.hold = None
 
-    def _packed(self, managed: ManagedStorage, tier: str, writes: bool, packed_bytes: int) -> None:
-        """It is compressed, on the device, and leaves with that; 0: it was not worth it."""
-        with self.lock:
-            self._out[tier] -= managed.size_bytes
-            storage = managed.hold
-            assert storage is not None
-            leaves = managed.freeing_bytes and not managed.void and not managed.pins
-            if packed_bytes and leaves and self._device.release(managed, storage):
-                self._unmark_released(managed)
-                managed.state = AWAY
-                managed.writing, managed.clean, managed.keeps_copy = writes, False, True
-                managed.packed_bytes = packed_bytes
-                self.memory.reserved_bytes += packed_bytes - managed.size_bytes
-                if not writes:
-                    managed.hold = None
-                    self._finish(())
-                    return
-                self._mark_released(managed)
-            elif packed_bytes:
-                self._device.drop_packed(managed)
-            if managed.void:
-                self._stay(managed)
-            else:
-                managed.queued = True
-                self._evictions.append(managed)
-            self._finish(())
+    def _packed(self, writes: bool, passage: _Passage, _: PenstockError | None) -> None:
+        """It is compressed, on the device, and leaves with that, or it was not worth it."""
+        managed = passage.managed
+        storage, packed_bytes, managed.packed_bytes = managed.hold, managed.packed_bytes, 0
+        assert storage is not None
+        leaves = packed_bytes and managed.freeing_bytes and not managed.void and not managed.pins
+        if leaves and self._device.release(managed, storage):
+            self._unmark_released(managed)
+            managed.state = AWAY
+            managed.writing, managed.clean, managed.keeps_copy = writes, False, True
+            managed.packed_bytes = packed_bytes
+            self.memory.reserved_bytes += packed_bytes - managed.size_bytes
+            if not writes:
+                managed.hold = None
+                return
+            self._mark_released(managed)
+        if managed.void:
+            self._stay(managed)
+        else:
+            self._queue(managed)
 
     def _release_packed(self, managed: ManagedStorage) -> None:
         """Give up packed bytes on the device; where the slot does not have them, write them first."""
+        storage = managed.storage()
+        if storage is None:
+            return
         if managed.clean:
-            self._device.drop_packed(managed)
+            self._device.release(managed, storage)
             self._packed_gone(managed)
-        elif (storage := managed.storage()) is not None:
-            if managed.slot is None:
-                managed.slot = self._reserve(managed, self._tiers[0])
-            managed.writing, managed.void, managed.hold = True, False, storage
-            self._mark_released(managed)
-            self._queue(managed)
-            self._pump()
+            return
+        if managed.slot is None:
+            managed.slot = self._reserve(managed, self._tiers[0])
+        managed.writing, managed.void, managed.hold = True, False, storage
+        self._mark_released(managed)
+        self._queue(managed)
+        self._pump()
 
     def _packed_gone(self, managed: ManagedStorage) -> None:
         self.memory.reserved_bytes -= managed.packed_bytes
         managed.packed_bytes = 0
 
-    def _written(
-        self,
-        managed: ManagedStorage,
-        tier: str,
-        size_bytes: int,
-        error: PenstockError | None,
-        moved: Sequence[Moved],
-    ) -> None:
+    def _was_written(self, passage: _Passage, error: PenstockError | None) -> None:
         """Packed bytes are in the slot. Where that failed they stay on the device."""
-        with self.lock:
-            self._out[tier] -= size_bytes
-            release = managed.freeing_bytes > 0
-            self._unmark_released(managed)
-            managed.writing = False
-            if error is not None:
-                self._error = self._error or error
-            elif (
-                managed.state != COMING
-                and not managed.void
-                and self._device.packed_written(managed, not release)
-            ):
-                managed.clean = True
-                if release and managed.state == RESIDENT:
-                    self._release(managed)
-                elif release:
-                    self._packed_gone(managed)
-            elif managed.state == AWAY:
-                self._packed_gone(managed)  # the device has it elsewhere
-            if managed.state == RESIDENT or managed.state == AWAY:
-                managed.hold = None
-            self._finish(moved)
+        managed = passage.managed
+        release = managed.freeing_bytes > 0
+        self._unmark_released(managed)
+        managed.writing = False
+        if error is not None:
+            self._error = self._error or error
+        elif managed.state != COMING and not managed.void:
+            managed.clean = True
+            if release and managed.state == RESIDENT:
+                self._release(managed)
+            elif release:
+                self._packed_gone(managed)
+        elif managed.state == AWAY:
+            self._packed_gone(managed)  # the device has it elsewhere
+        if managed.state == RESIDENT or managed.state == AWAY:
+            managed.hold = None
 
-    def _reserve(self, managed: ManagedStorage, tier: str) -> Any:
+    def _reserve(self, managed: ManagedStorage, tier: str) -> Slot:
         try:
             slot = self._device.reserve(managed, tier)
         except SpillSpaceFull:
@@ -354,10 +339,10 @@ class CopyEngine:
     def _mark_released(self, managed: ManagedStorage) -> None:
         if not managed.freeing_bytes:
             managed.freeing_bytes = managed.packed_bytes or managed.size_bytes
-            self._freeing_bytes += managed.freeing_bytes
+            self.freeing_bytes += managed.freeing_bytes
 
     def _unmark_released(self, managed: ManagedStorage) -> None:
-        self._freeing_bytes -= managed.freeing_bytes
+        self.freeing_bytes -= managed.freeing_bytes
         managed.freeing_bytes = 0
 
     def _release(self, managed: ManagedStorage) -> None:
@@ -395,18 +380,36 @@ class CopyEngine:
         managed.clean = False
         self._device.will_write(managed)
 
-    def _begin(self, managed: ManagedStorage, overtakes: bool = False) -> _Passage:
-        passage = self._passages[managed] = _Passage(overtakes)
+    def _begin(
+        self,
+        managed: ManagedStorage,
+        in_flight: Counter[str],
+        size_bytes: int,
+        over: Callable[[_Passage, PenstockError | None], None],
+        priority: int = EVICT,
+        joins: bool = False,
+    ) -> _Passage:
+        passage = _Passage(managed, in_flight, self._tier(managed), size_bytes, over, priority)
+        in_flight[passage.tier] += size_bytes
+        if joins:
+            self._passages[managed] = passage
         return passage
 
-    def _end(self, managed: ManagedStorage, passage: _Passage, error: PenstockError | None) -> bool:
-        """The host has seen the copy end. Whether that is news."""
-        if passage.joined:
-            self._error = self._error or error  # what kernels have read since is anything
-            return False
-        if self._passages.get(managed) is passage:
-            del self._passages[managed]
-        return True
+    def _cancel(self, passage: _Passage) -> None:
+        """It has ended, or could not begin."""
+        passage.in_flight[passage.tier] -= passage.size_bytes
+        if self._passages.get(passage.managed) is passage:
+            del self._passages[passage.managed]
+
+    def _over(self, passage: _Passage, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+        """The host has seen the copy end."""
+        with self.lock:
+            self._cancel(passage)
+            if passage.joined:
+                self._error = self._error or error  # what kernels have read since is anything
+            else:
+                passage.over(passage, error)
+            self._finish(moved)
 
     def _join(self, managed: ManagedStorage) -> bool:
         """Have kernels wait on the device for a copy. Those of its direction that come before it are over
@@ -414,7 +417,7 @@ class CopyEngine:
         passage = self._passages.get(managed)
         if passage is None:
             return False
-        if not passage.overtakes:
+        if passage.priority != DEMAND:
             state = managed.state
             before = itertools.takewhile(lambda other: other is not managed, self._passages)
             for other in list(before):
@@ -426,11 +429,9 @@ class CopyEngine:
         return True
 
     def _over_for_kernels(self, managed: ManagedStorage) -> None:
-        self._passages.pop(managed).joined = True
-        if managed.state == COMING:
-            self._has_come(managed, managed.size_bytes)
-        else:
-            self._has_left(managed, None)
+        passage = self._passages.pop(managed)
+        passage.joined = True
+        passage.over(passage, None)
 
     def leave_now(self, managed: ManagedStorage) -> bool:
         """Have it leave, and its memory back, also where it is just coming: kernels wait for the copies on
@@ -454,22 +455,8 @@ class CopyEngine:
         ]
         return any(map(self._join, leaving))
 
-    def _left(
-        self,
-        managed: ManagedStorage,
-        tier: str,
-        size_bytes: int,
-        passage: _Passage,
-        error: PenstockError | None,
-        moved: Sequence[Moved],
-    ) -> None:
-        with self.lock:
-            self._out[tier] -= size_bytes
-            if self._end(managed, passage, error):
-                self._has_left(managed, error)
-            self._finish(moved)
-
-    def _has_left(self, managed: ManagedStorage, error: PenstockError | None) -> None:
+    def _has_left(self, passage: _Passage, error: PenstockError | None) -> None:
+        managed = passage.managed
         release = managed.freeing_bytes > 0
         self._unmark_released(managed)
         managed.state = RESIDENT
@@ -485,7 +472,7 @@ class CopyEngine:
                 except Exception as refused:
                     self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
         if managed.state != LEAVING:  # else another copy has begun, which says so when it is over
-            if self._device.is_gone(managed):
+            if managed.gone:
                 managed.state, managed.clean = AWAY, False
             managed.hold = None
 
@@ -563,17 +550,12 @@ class CopyEngine:
         managed.state = COMING
         managed.hold = storage
         self.memory.reserved_bytes += size_bytes
-        tier = self._tier(managed)
-        self._in[tier] += size_bytes
+        joins = size_bytes == managed.size_bytes
+        passage = self._begin(managed, self._in, size_bytes, self._has_come, priority, joins)
         try:
-            passage = _Passage()
-            if size_bytes == managed.size_bytes:
-                passage = self._begin(managed, priority == DEMAND)
-            done = functools.partial(self._came, managed, tier, priority, size_bytes, passage)
-            self._device.copy_in(managed, storage, priority, done)
+            self._device.copy_in(managed, storage, priority, functools.partial(self._over, passage))
         except BaseException:
-            self._passages.pop(managed, None)
-            self._in[tier] -= size_bytes
+            self._cancel(passage)
             managed.state = AWAY
             managed.hold = None
             self._device.give_up(managed, storage)
@@ -581,42 +563,23 @@ class CopyEngine:
         return True
 
     def _missing_bytes(self, wanted: Sequence[ManagedStorage]) -> int:
-        return sum(self._demanded_bytes(managed) for managed in wanted if managed.state == AWAY)
-
-    def _demanded_bytes(self, managed: ManagedStorage) -> int:
-        """That the storage takes on the device until it is there."""
-        arriving_bytes = self._arriving_bytes(managed, DEMAND)
-        return managed.size_bytes + (arriving_bytes if arriving_bytes < managed.size_bytes else 0)
+        """That they take on the device until they are there. What is compressed is beside what it becomes."""
+        missing_bytes = 0
+        for managed in wanted:
+            if managed.state == AWAY:
+                arriving_bytes = self._arriving_bytes(managed, DEMAND)
+                missing_bytes += managed.size_bytes
+                missing_bytes += arriving_bytes if arriving_bytes < managed.size_bytes else 0
+        return missing_bytes
 
     def _arriving_bytes(self, managed: ManagedStorage, priority: int) -> int:
         """That the storage takes on the device when it is back."""
-        if managed.packed_bytes or (priority == DEMAND and self._device.expands_in_place):
+        if managed.packed_bytes or managed.gone or (priority == DEMAND and self.memory.in_arena):
             return managed.size_bytes
-        return self._device.packed_bytes(managed) or managed.size_bytes
+        return (managed.slot is not None and managed.slot.packed_bytes) or managed.size_bytes
 
-    def _came(
-        self,
-        managed: ManagedStorage,
-        tier: str,
-        priority: int,
-        size_bytes: int,
-        passage: _Passage,
-        error: PenstockError | None,
-        moved: Sequence[Moved],
-    ) -> None:
-        with self.lock:
-            self._in[tier] -= size_bytes
-            if self._end(managed, passage, error):
-                self._has_come(managed, size_bytes, error, priority)
-            self._finish(moved)
-
-    def _has_come(
-        self,
-        managed: ManagedStorage,
-        size_bytes: int,
-        error: PenstockError | None = None,
-        priority: int = DEMAND,
-    ) -> None:
+    def _has_come(self, passage: _Passage, error: PenstockError | None) -> None:
+        managed = passage.managed
         storage = managed.hold
         assert storage is not None
         if not managed.writing:
@@ -626,9 +589,9 @@ class CopyEngine:
                 clean = self._device.arrive(managed, storage)
                 if managed.packed_bytes:  # and expanded now
                     self._packed_gone(managed)
-                if clean and size_bytes < managed.size_bytes:
-                    managed.packed_bytes = size_bytes
-                is_away = clean is None or managed.packed_bytes or self._device.is_gone(managed)
+                if clean and passage.size_bytes < managed.size_bytes:
+                    managed.packed_bytes = passage.size_bytes
+                is_away = clean is None or managed.packed_bytes or managed.gone
                 managed.state = AWAY if is_away else RESIDENT
                 managed.clean = managed.clean if clean is None else clean
             except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
@@ -636,7 +599,7 @@ class CopyEngine:
         if error is not None:
             managed.state = AWAY
             self._device.give_up(managed, storage)
-            if priority == DEMAND:
+            if passage.priority == DEMAND:
                 self._error = self._error or error
             else:
                 self.failed_prefetches += 1
@@ -652,35 +615,32 @@ class CopyEngine:
 
         Raises BudgetTooSmall where nothing that could leave is left.
         """
-        used_bytes = self._device.in_memory_bytes()
-        if used_bytes + size_bytes > self.budget_bytes:
-            self._device.poll()
-            used_bytes = self._device.in_memory_bytes()
-        if used_bytes + size_bytes > self.budget_bytes:
-            began_s = time.perf_counter()
-            while True:
-                self.memory.reserved_bytes = used_bytes + size_bytes  # prefetches must not take what is freed
-                short_bytes = used_bytes + size_bytes - self.budget_bytes
-                if short_bytes <= 0:
+        if self._short_bytes(size_bytes) <= 0:
+            return
+        self._device.poll()
+        if self._short_bytes(size_bytes) <= 0:
+            return
+        began_s = time.perf_counter()
+        while (short_bytes := self._short_bytes(size_bytes)) > 0:
+            self.raise_error()
+            if self.freeing_bytes < short_bytes:
+                self._evict_some(short_bytes + ahead_bytes)
+                if self._short_bytes(size_bytes) <= 0:
                     break
-                self.raise_error()
-                if self._freeing_bytes < short_bytes:
-                    self._evict_some(short_bytes + ahead_bytes)
-                    used_bytes = self._device.in_memory_bytes()
-                    short_bytes = used_bytes + size_bytes - self.budget_bytes
-                if short_bytes > 0:
-                    if not (self._freeing_bytes or self._in_bytes or self._out_bytes):
-                        if self.wait_for_others():
-                            continue
-                        if expected:
-                            break
-                        if not self._device.make_room(size_bytes):
-                            self._refuse(used_bytes, size_bytes)
-                    elif not self.join_one_that_leaves():
-                        self._wait()
-                    used_bytes = self._device.in_memory_bytes()
-            self.waits.append(Wait("memory", began_s, time.perf_counter()))
-        self.memory.reserved_bytes = used_bytes + size_bytes
+            if self.freeing_bytes or self._in_bytes or self._out_bytes:
+                if not self.join_one_that_leaves():
+                    self._wait()
+            elif not self.wait_for_others():
+                if expected:
+                    break
+                if not self._device.room.make(size_bytes):
+                    self._refuse(size_bytes)
+        self.waits.append(Wait("memory", began_s, time.perf_counter()))
+
+    def _short_bytes(self, size_bytes: int) -> int:
+        """That are missing for so many, which are reserved: prefetches must not take what is freed."""
+        self.memory.reserved_bytes = self._device.in_memory_bytes() + size_bytes
+        return self.memory.reserved_bytes - self.budget_bytes
 
     def fits(self, size_bytes: int) -> bool:
         """Whether so many bytes fit beside what is there, and what is reserved."""
@@ -690,7 +650,7 @@ class CopyEngine:
     def wait_for_room(self, size_bytes: int) -> None:
         """Wait until so many bytes fit beside what is there, as far as what is leaving makes room."""
         began_s, completions = time.perf_counter(), self._completions
-        while self._freeing_bytes and self._device.in_memory_bytes() + size_bytes > self.budget_bytes:
+        while self.freeing_bytes and self._device.in_memory_bytes() + size_bytes > self.budget_bytes:
             self._wait()
         if self._completions > completions:
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
@@ -700,11 +660,11 @@ class CopyEngine:
         self._device.poll()
         before = self._device.in_memory_bytes()
         while (left_bytes := before - self._device.in_memory_bytes()) < size_bytes:
-            if self._freeing_bytes < size_bytes - left_bytes:
+            if self.freeing_bytes < size_bytes - left_bytes:
                 self._evict_some(size_bytes - left_bytes)
                 if before - self._device.in_memory_bytes() > left_bytes:
                     continue
-            if not self._freeing_bytes:
+            if not self.freeing_bytes:
                 return left_bytes > 0 or self.wait_for_others()
             self._wait()
         return True
@@ -712,10 +672,10 @@ class CopyEngine:
     def make_some_room(self, size_bytes: int) -> None:
         """The device has no memory for what is demanded, though the budget has: free as much, and wait until
         that has left. Asked before, it would refuse again."""
-        if self.free(size_bytes) or self._device.make_room(size_bytes):
+        if self.free(size_bytes) or self._device.room.make(size_bytes):
             return
         if not (self._in_bytes or self._out_bytes):
-            self._refuse(self._device.in_memory_bytes(), size_bytes)
+            self._refuse(size_bytes)
         self._wait()
 
     def _evict_some(self, size_bytes: int) -> None:
@@ -723,13 +683,14 @@ class CopyEngine:
         self._device.notice()
         target = self._device.in_memory_bytes() - size_bytes
         for managed in self.victims():
-            if self._device.in_memory_bytes() - self._freeing_bytes <= target:
+            if self._device.in_memory_bytes() - self.freeing_bytes <= target:
                 return
             if not managed.pins and (managed.state in (RESIDENT, LEAVING) or managed.packed_bytes):
                 self.evict(managed, release=True)
 
-    def _refuse(self, used_bytes: int, size_bytes: int) -> None:
-        needed_bytes = max(used_bytes + size_bytes, self._device.budget_for(size_bytes))
+    def _refuse(self, size_bytes: int) -> None:
+        used_bytes = self._device.in_memory_bytes()
+        needed_bytes = max(used_bytes + size_bytes, self._device.room.budget_for(size_bytes))
         raise BudgetTooSmall(
             f"a kernel, with the tensors that it uses and those that cannot leave, needs "
             f"{format_bytes_up(needed_bytes)}; the device budget is {format_bytes_up(self.budget_bytes)}. "
@@ -759,7 +720,7 @@ class CopyEngine:
             return
         self._pumping = True
         try:
-            if here or self._device.admits_anywhere:
+            if here or self.memory.in_arena:
                 self._start_prefetches()
             self._start_evictions()
         finally:
@@ -826,17 +787,12 @@ class CopyEngine:
             managed.queued = False
             storage = managed.hold
             assert storage is not None
-            tier = self._tier(managed)
-            self._out[tier] += size_bytes
-            if managed.writing:
-                done = functools.partial(self._written, managed, tier, size_bytes)
-            else:
-                done = functools.partial(self._left, managed, tier, size_bytes, self._begin(managed))
+            over = self._was_written if managed.writing else self._has_left
+            passage = self._begin(managed, self._out, size_bytes, over, joins=not managed.writing)
             try:
-                self._device.copy_out(managed, storage, done)
+                self._device.copy_out(managed, storage, functools.partial(self._over, passage))
             except BaseException:
-                self._passages.pop(managed, None)
-                self._out[tier] -= size_bytes
+                self._cancel(passage)
                 self._stay(managed)
                 raise
 

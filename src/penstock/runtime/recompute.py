@@ -115,13 +115,14 @@ class Recomputation:
             managed = find(tensor.untyped_storage())
             if managed not in reads and not managed.is_part:
                 makes.setdefault(managed, position)
-        most_bytes = self._engine.budget_bytes // 2 if self._device.copies_results else NEVER
+        copies = not self._device.memory.in_arena  # which takes the memory of results as theirs
+        most_bytes = self._engine.budget_bytes // 2 if copies else NEVER
         if any(managed.size_bytes > most_bytes for managed in makes):
             return
         need_bytes = max(need_bytes, sum(managed.size_bytes for managed in makes))
         in_place = write = None
         if (
-            self._device.copies_results
+            copies
             and len(makes) == 1
             and before is None
             and isinstance(result, torch.Tensor)
@@ -223,7 +224,7 @@ class Recomputation:
         try:
             if any(read.state > LEAVING for read in recipe.reads):
                 engine.demand(recipe.reads)
-            engine.make_room(recipe.need_bytes, expected=self._device.keeps_budget)
+            engine.make_room(recipe.need_bytes, expected=self._device.memory.in_arena)
             self._device.use(recipe.reads)
             target = managed.storage() if recipe.result is not None else None
             if target is not None:
@@ -246,7 +247,7 @@ class Recomputation:
         if target is None or managed.state != DROPPED:
             return
         assert result is not None
-        if self._device.copies_results:
+        if not self._device.memory.in_arena:
             self._device.use(())
             engine.make_room(managed.size_bytes)
         while not self._device.fill(managed, target, result):
@@ -270,8 +271,8 @@ class Recomputation:
                 failed = error
             finally:
                 self.recompute_s += time.perf_counter() - began_s
-            if not self._device.frees_enough(failed, recipe.need_bytes):
-                self._device.kernel_failed(failed, recipe.need_bytes)
+            if not self._device.room.frees_enough(failed, recipe.need_bytes):
+                self._device.room.kernel_failed(failed, recipe.need_bytes)
                 raise failed
 
     def _mark_resident(self, managed: ManagedStorage, recipe: Recipe) -> None:
@@ -376,7 +377,7 @@ class Recomputation:
     def find(self, address: int) -> ManagedStorage | None:
         """The storage at an address."""
         block, storages = _native.arena_block(address), self._device.storages
-        return storages.at(block[0]) if block is not None and storages is not None else None
+        return storages.at(block[0]) if block is not None else None
 
     def lock_is_held_by(self, thread: int) -> bool:
         """Whether that thread holds the engine's lock. Only the lock's repr has its owner."""

@@ -105,16 +105,16 @@ class Recorder:
 
     def begin_kernel(self) -> None:
         self._variants.ran = AS_TRACED
-        self._device.begin_measuring()
+        self._device.meter.begin_kernel()
 
     def end_kernel(self) -> None:
-        self._timed = self._device.end_measuring()
+        self._timed = self._device.meter.end_kernel()
 
     def measure(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
     ) -> None:
         """The kernel has run: its workspace, whether it can run again, and what it could have run as."""
-        self._workspace_bytes = self._device.workspace_bytes()
+        self._workspace_bytes = self._device.meter.workspace_bytes()
         self._repeats = gives_the_same_bits(operator, args)
         self._variants.measure(operator, args, kwargs, result)
 

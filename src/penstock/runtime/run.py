@@ -76,7 +76,7 @@ class Offload:
         self._kinds, self._splitter = kinds, splitter
         self._resident_before_bytes, self._processes = resident_before_bytes, processes
         self._budget_bytes = budget_bytes = kinds.hardware.device_bytes
-        self._engine = CopyEngine(device, budget_bytes, in_flight_bytes=device.in_flight_bytes)
+        self._engine = CopyEngine(device, budget_bytes)
         device.engine = self._engine
         self._interrupts = Interrupts()
         smallest_bytes = parse_bytes(kinds.planning.smallest_bytes)
@@ -148,7 +148,7 @@ class Offload:
                 self._device.begin_step()
                 self._clock.begin_step(self._kinds.schedules(kind), recording)
             yield
-            wait_for_end = self._device.end_step()
+            wait_for_end = self._device.meter.end_step()
             if recording is not None:
                 self._device.synchronize()  # the times of its kernels are read
         except BudgetTooSmall as error:
@@ -163,7 +163,7 @@ class Offload:
             self._warn_of_failed_prefetches()
         self._time_last_step()
         self._steps += 1
-        self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes())
+        self._peak_bytes = max(self._peak_bytes, self._device.meter.peak_bytes())
         steps = self._measured[kind] = self._measured.pop(kind, MeasuredSteps())
         steps.last, steps.last_step_s = self._measure(), step_s
         planned = self._kinds.followed(kind, followed, self._clock.native.touched_bytes())
@@ -209,7 +209,7 @@ class Offload:
             self._spill.save_tables()  # others can use what the first steps taught
         budget_bytes = self._engine.budget_bytes
         # What cannot leave, and kernels ask for at once, or what is to stay.
-        if self._device.peak_bytes() > budget_bytes or self._kinds.planning.keep_weights:
+        if self._device.meter.peak_bytes() > budget_bytes or self._kinds.planning.keep_weights:
             refuse_below_minimum(trace, budget_bytes)
 
     def _time_last_step(self) -> None:
@@ -409,7 +409,7 @@ class Offload:
             peak_bytes=self._peak_bytes,
             peak_resident_bytes=peak_resident_bytes,
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
-            unplanned_accesses=self._device.unplanned_accesses,
+            unplanned_accesses=self._device.meter.unplanned_accesses,
             failed_prefetches=self._engine.failed_prefetches,
             disk_bytes=spill.file_bytes,
             host_bytes=spill.host_bytes,
@@ -443,7 +443,7 @@ class Offload:
         try:
             with self._interrupts:
                 self._closed = True
-                if not self._device.empties_storages:
+                if self._device.memory.in_arena:
                     self._clock.stop()
                 self._undo.close()
                 open_runs.opened.remove(self)
@@ -462,7 +462,7 @@ class Offload:
     def _sees_operators(self) -> bool:
         """Of a closed run: what is away comes back by operators, and by the methods that are in the places of
         torch's."""
-        return self._device.empties_storages and self in open_runs.lingering
+        return not self._device.memory.in_arena and self in open_runs.lingering
 
     def at_close(self, call: Callable[[], None]) -> None:
         """Call this when the run is about to close; of several, the latest first."""
@@ -499,7 +499,7 @@ class Offload:
             if self._device.memory.in_arena:  # nobody is kept within a budget that ended
                 self._device.close()
             raise
-        on_accelerator = self._device.empties_storages  # there nothing moves meanwhile
+        on_accelerator = not self._device.memory.in_arena  # there nothing moves meanwhile
         with _disable_current_modes(), self._engine.lock if on_accelerator else contextlib.nullcontext():
             is_back = self._device.bring_all_back(self._storages())
         if is_back and recomputed:

@@ -60,7 +60,6 @@ class Snapshots:
             return snapshot
         with self._engine.lock:
             storages = self._device.storages
-            assert storages is not None
             storages.remove_dead()
             for index, tensor in enumerate(tensors):
                 used = _bytes_of(tensor)

@@ -220,7 +220,7 @@ class StorageAccess:
         if self._device.memory.in_arena:
             for name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_"):
                 methods[name] = self._sharing(getattr(Storage, name))
-        elif self._device.empties_storages:
+        else:
             methods |= _methods_of_empty_storages(self)
             replace(undo, torch._tensor_str, "_str", self._printing(torch._tensor_str._str))
             replace(undo, torch.Tensor, "data_ptr", self._addressing(torch.Tensor.data_ptr))
@@ -243,7 +243,7 @@ class StorageAccess:
                         return text(tensor, *args, **kwargs)
                     except RuntimeError as error:  # what its kernels make nobody makes room for
                         with self._interrupts, self._engine.lock:
-                            if not self._device.frees_enough(error, tensor.nbytes):
+                            if not self._device.room.frees_enough(error, tensor.nbytes):
                                 raise
 
         return text_of
@@ -277,7 +277,7 @@ class StorageAccess:
             if not self._device.has(storage):
                 return resize(storage, size)
             # What is away on an accelerator is empty, and neither freed nor allocated by the program.
-            needed = size > 0 or self._device.empties_storages
+            needed = size > 0 or not self._device.memory.in_arena
             with self._interrupts, self._engine.lock:
                 self._storages.remove_dead()
                 managed = self._storages.find(storage)

@@ -239,11 +239,11 @@ class Variants:
                     needed_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(result))
                     self._engine.make_room(needed_bytes, expected=True)
                 begun_s = time.perf_counter()
-                self._device.begin_measuring()
+                self._device.meter.begin_kernel()
                 made = call()
-                self._device.end_measuring()
+                self._device.meter.end_kernel()
                 self._device.synchronize()
-                workspace_bytes = self._device.workspace_bytes()
+                workspace_bytes = self._device.meter.workspace_bytes()
                 times_s.append(time.perf_counter() - begun_s)
                 if _shape_key(made) != layout:
                     return None

@@ -23,13 +23,12 @@ import torch
 
 from penstock import _native
 from penstock._native import PREFETCH
-from penstock.core.trace import Trace
 from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime import arena
-from penstock.runtime.copy_engine import IN_FLIGHT_BYTES, CopyEngine
-from penstock.runtime.devices import Done, Moved
+from penstock.runtime.devices import Device, Done, Moved, Room
+from penstock.runtime.devices.meters import ArenaMeter
 from penstock.runtime.storage_methods import resize
-from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage, Storages
+from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import SpillSpace, Transfer
@@ -64,8 +63,56 @@ class Slot:
     def tier(self) -> str:
         return _tier(self.extent)
 
+    @property
+    def packed_bytes(self) -> int:
+        return _page_bytes(self.packing.packed_bytes)
 
-class CpuDevice:
+
+class ArenaRoom(Room):
+    """Whatever is not pinned can leave: where a kernel was refused memory, it has been tried."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self._device = device
+
+    def make(self, size_bytes: int) -> bool:
+        device = self._device
+        pinned = [managed.address for managed in device.storages.all() if managed.pins and managed.address]
+        made = _native.arena_make_room(size_bytes, pinned)
+        device.notice()
+        return made
+
+    def budget_for(self, size_bytes: int) -> int:
+        return self._device.in_memory_bytes() + size_bytes
+
+    def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
+        if not isinstance(error, RuntimeError | MemoryError):
+            return
+        device, stats = self._device, arena.stats()
+        if stats.system_refused_bytes and "allocate memory" in str(error):
+            raise MemoryError(
+                f"the operating system refused {format_bytes_up(stats.system_refused_bytes)} that fit in the "
+                f"device budget of {format_bytes_up(device.budget_bytes)}. Raise the limit of this process "
+                "(ulimit -d or -v, or vm.max_map_count), or lower device_budget or the batch size."
+            ) from error
+        refused_bytes = stats.refused_bytes
+        if refused_bytes:
+            device.engine.raise_error()  # nothing could leave since a copy failed
+            if device.spill.free_bytes < refused_bytes:
+                raise SpillSpaceFull(
+                    f"{device.place_text} is full, and nothing can leave memory: a kernel asked for "
+                    f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
+                ) from None  # torch's own says less
+            needed_bytes = max(needed_bytes, stats.refused_at_bytes + device.memory.beside_bytes)
+            raise BudgetTooSmall(
+                f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
+                f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
+                f"{format_bytes_up(device.budget_bytes)}. Raise device_budget to "
+                f"{format_bytes_up(needed_bytes)}, or lower the batch size.{device.engine.budget_hint()}",
+                needed_bytes,
+            ) from None
+
+
+class CpuDevice(Device):
     """RAM up to a budget, host memory beside it, the disk below; see penstock.runtime.devices.Device.
 
     Raises DeviceUnavailable where the arena cannot work.
@@ -73,16 +120,8 @@ class CpuDevice:
 
     evict_links: tuple[str, ...] = "device_to_host", "disk_write"
     prefetch_links: tuple[str, ...] = "host_to_device", "disk_read"
-    admits_anywhere = True
-    copies_results = False  # the memory itself moves
-    expands_in_place = True
-    in_flight_bytes = IN_FLIGHT_BYTES
-    empties_storages = False
     device = torch.device("cpu")
     current_stream: Callable[[], Any] | None = None
-    has_room: Callable[[Sequence[int]], bool] | None = None
-    infers_needs = False  # the arena serves what nobody foresaw
-    keeps_budget = True
     memory_manager = "arena"
 
     def __init__(self, spill: SpillSpace, budget_bytes: int) -> None:
@@ -91,17 +130,15 @@ class CpuDevice:
                 f"a budget of RAM needs penstock's arena, which cannot work here: {reason}. "
                 "Train without penstock.offload, or on a GPU."
             )
-        self._spill = spill
+        self.spill = spill
         self.tiers: tuple[str, ...] = ("host", "disk") if spill.has_host else ("disk",)
         self.place_text = f"the disk of {spill.place_text}"
-        self._budget_bytes = budget_bytes
-        self._fixed_bytes = 0  # of storages that lie elsewhere, and stay
+        self.budget_bytes = budget_bytes
         gc.collect()  # what is garbage already is nobody's
         before = arena.stats()
         self.first_serial = before.serial + 1
         self.memory = _native.DeviceMemory()
         self.memory.in_arena = True
-        self._faults_before = before.faults
         self._lease = arena.activate(budget_bytes, spill.swap_file())
         self._staging: dict[
             int, tuple[int, bool]
@@ -110,9 +147,8 @@ class CpuDevice:
         self._pending: dict[int, Transfer] = {}  # by key: reads under way
         self._has_warned = False  # that something was left behind
         self._reader = ThreadPoolExecutor(1, "penstock-arena")
-        self._peak_bytes = 0
-        self.engine: CopyEngine | None = None
-        self.storages: Storages | None = None
+        self.meter = ArenaMeter(self.memory, before.faults)
+        self.room = ArenaRoom(self)
 
     # -- which storages ------------------------------------------------------------------------
 
@@ -126,23 +162,18 @@ class CpuDevice:
                 managed.gone = True
                 managed.state = AWAY
             else:
-                if self.engine is not None:
-                    self.engine.make_room(managed.size_bytes)
+                self.engine.make_room(managed.size_bytes)
                 _native.arena_own(address)
         elif not serial:
             if made or storage.is_shared() or not storage.resizable():
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
-                if self.engine is not None:
-                    if not made:
-                        self.engine.make_room(managed.size_bytes)
-                    self._measure_peak()  # without it
-                    _native.arena_reset_peak()
-                self._fixed_bytes += managed.size_bytes
-                self._set_budget()
+                if not made:
+                    self.engine.make_room(managed.size_bytes)
+                self.meter.begin_kernel()  # its peak is without it
+                self._lies_elsewhere(managed.size_bytes)
                 managed.reports_freed = True
                 return False
-            if self.engine is not None:
-                self.engine.make_room(managed.size_bytes)
+            self.engine.make_room(managed.size_bytes)
             # Allocates anew, and copies. It is the same storage to the run.
             torch._C.StorageBase.resize_(storage, managed.size_bytes)
             if not self._serial(managed, storage):
@@ -157,14 +188,14 @@ class CpuDevice:
         block = _native.arena_block(address)
         return block[2] if block is not None and block[0] == address else 0
 
-    def _set_budget(self) -> None:
-        self.memory.beside_bytes = self._fixed_bytes
-        self._lease.set_budget(max(self._budget_bytes - self._fixed_bytes, 0))
+    def _lies_elsewhere(self, size_bytes: int) -> None:
+        """So much more lies elsewhere than in the arena, and stays there."""
+        self.memory.beside_bytes += size_bytes
+        self._lease.set_budget(max(self.budget_bytes - self.memory.beside_bytes, 0))
 
     def on_storage_freed(self, managed: ManagedStorage) -> None:
         if managed.reports_freed:
-            self._fixed_bytes -= managed.size_bytes
-            self._set_budget()
+            self._lies_elsewhere(-managed.size_bytes)
         self._packed.pop(managed.key, None)
         if managed.slot is not None:
             self.free_slot(managed, managed.slot)
@@ -173,46 +204,33 @@ class CpuDevice:
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "cpu"
 
-    def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
-        pass  # it has none
-
     def resize(self, storage: torch.UntypedStorage, size_bytes: int) -> bool:
         resize(storage, size_bytes)
         return True
 
     # -- copies --------------------------------------------------------------------------------
 
-    def in_memory_bytes(self) -> int:
-        return self.memory.in_use_bytes()
-
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
-        extent = self._spill.try_allocate_host(managed.size_bytes) if tier == "host" else None
-        return Slot(extent or self._spill.allocate(managed.size_bytes))
+        extent = self.spill.try_allocate_host(managed.size_bytes) if tier == "host" else None
+        return Slot(extent or self.spill.allocate(managed.size_bytes))
 
     def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
-        self._spill.release(slot.extent)
+        self.spill.release(slot.extent)
 
     def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """Whether the program gave the storage other memory, as `share_memory_` does: there it stays."""
         if not managed.movable or _address(managed, storage) == managed.address:
             return not managed.movable
-        assert self.storages is not None and self.engine is not None
         self.storages.clear_address(managed)
         managed.movable = managed.guarded = managed.gone = False
         self.engine.got_other_memory(managed)
         if not self._serial(managed, storage):
             managed.reports_freed = True
-            self._fixed_bytes += managed.size_bytes
-            self._set_budget()
+            self._lies_elsewhere(managed.size_bytes)
         return True
 
     def pack(
-        self,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        codec: str,
-        itemsize: int,
-        done: Callable[[int], None],
+        self, managed: ManagedStorage, storage: torch.UntypedStorage, codec: str, itemsize: int, done: Done
     ) -> None:
         packed = None
         begun_s = time.perf_counter()
@@ -222,38 +240,29 @@ class CpuDevice:
             finally:
                 _native.arena_lent_back(loan)
         if packed is None:
-            done(0)
+            done(None, [])
             return
         self._packed[managed.key] = packed
-        if self.engine is not None:
-            self.engine.moved.append(_coded("compress", managed, begun_s))
-        done(_page_bytes(packed.packing.packed_bytes))
+        managed.packed_bytes = _page_bytes(packed.packing.packed_bytes)
+        done(None, [_coded("compress", managed, begun_s)])
+        if not managed.packed_bytes:
+            self._drop_packed(managed)
 
-    def packed_written(self, managed: ManagedStorage, keeps: bool) -> bool:
+    def _tell_arena(self, managed: ManagedStorage) -> bool:
+        """Of its packed bytes, which are in the slot. False: they are not what the storage holds any more."""
         storage = managed.hold or managed.storage()
         if storage is None or self._is_elsewhere(managed, storage):
             return False
         packed, segments = self._packed[managed.key], self._segments(managed)
+        keeps = not managed.freeing_bytes
         if not _native.arena_packed_written(managed.address, packed, segments, keeps):
             return False
         managed.gone = False
         return True
 
-    def drop_packed(self, managed: ManagedStorage) -> None:
-        if self._packed.pop(managed.key, None) is None:
-            with contextlib.suppress(ValueError):  # the program gave the storage other memory
-                _native.arena_drop_packed(managed.address)
-
     def _drop_packed(self, managed: ManagedStorage) -> None:
         if not managed.writing:
             self._packed.pop(managed.key, None)
-
-    def packed_bytes(self, managed: ManagedStorage) -> int:
-        return (
-            _page_bytes(managed.slot.packing.packed_bytes)
-            if managed.slot is not None and not managed.gone
-            else 0
-        )
 
     def _lend(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> int:
         """Notice writes from now on, and keep the bytes where they are read until the loan is given back. 0:
@@ -269,51 +278,41 @@ class CpuDevice:
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
         slot: Slot = managed.slot
+        content: object = storage
+        address, size_bytes, loan = managed.address, managed.size_bytes, 0
         if managed.writing:
-            packed = self._packed[managed.key]
+            content = packed = self._packed[managed.key]
+            done = functools.partial(self._packed_is_written, managed, done)
             if not packed.address:  # the arena wrote it elsewhere, for its memory
                 managed.void = True
-                self._packed_is_written(managed, done, None, [])
+                done(None, [])
                 return
-            slot.packing = packed.packing
-            size_bytes = _page_bytes(slot.packing.packed_bytes)
-            report = _report(managed, size_bytes, functools.partial(self._packed_is_written, managed, done))
-            self._spill.write(
-                slot.extent,
-                packed.address,
-                size_bytes,
-                packed,
-                functools.partial(self._written, managed, 0, report),
-                checksum=managed.lasts,
-            )
-            return
-        loan = self._lend(managed, storage)
-        if not loan:
+            slot.packing, address = packed.packing, packed.address
+            size_bytes = slot.packed_bytes
+        elif loan := self._lend(managed, storage):
+            slot.packing = RAW
+        else:
             done(None, [])
             return
-        slot.packing = RAW
-        report = _report(managed, managed.size_bytes, done)
+        over = functools.partial(self._written, managed, loan, _report(managed, size_bytes, done))
         try:
-            self._spill.write(
-                slot.extent,
-                managed.address,
-                _page_bytes(managed.size_bytes),
-                storage,
-                functools.partial(self._written, managed, loan, report),
-                checksum=managed.lasts,
+            self.spill.write(
+                slot.extent, address, _page_bytes(size_bytes), content, over, checksum=managed.lasts
             )
         except BaseException:
-            _native.arena_lent_back(loan)
+            if loan:
+                _native.arena_lent_back(loan)
             raise
 
     def _packed_is_written(
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
     ) -> None:
-        assert self.engine is not None
         with self.engine.lock:
             self.notice()
             if not self._packed[managed.key].address:
                 managed.void, error = True, None
+            elif error is None and managed.state != COMING and not managed.void:
+                managed.void = not self._tell_arena(managed)
             done(error, moved)
             if error is None or managed.state == RESIDENT:
                 self._packed.pop(managed.key, None)  # else it may be written again
@@ -321,7 +320,6 @@ class CpuDevice:
     def _written(self, managed: ManagedStorage, loan: int, report: Any, transfer: Transfer) -> None:
         """The copy is complete. Where the arena took the pages meanwhile, or the program wrote to them or
         gave the storage others, it holds anything, and so it counts for nothing."""
-        assert self.engine is not None
         with self.engine.lock:
             if transfer.abandoned:
                 managed.slot = None  # and a loan is never given back
@@ -357,10 +355,14 @@ class CpuDevice:
         """Where the copy lies: of each piece the file, its place there and in the storage's pages, bytes."""
         slot: Slot = managed.slot
         begin, size_bytes = _place(managed)
-        segments = self._spill.segments(slot.extent, size_bytes)
+        segments = self.spill.segments(slot.extent, size_bytes)
         return [(file, offset, begin + at, size) for file, offset, at, size in segments]
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+        if managed.state == AWAY:
+            with contextlib.suppress(ValueError):  # the program gave the storage other memory
+                _native.arena_drop_packed(managed.address)
+            return True
         if self._is_elsewhere(managed, storage):
             return False
         if managed.state == LEAVING:  # packed a moment ago
@@ -389,7 +391,7 @@ class CpuDevice:
         # Where only the limit on the process's memory is in the way, between pages of what is out, no waiting
         # helps: the arena reads it itself, and meets the limit as far as it can.
         needed_bytes = arena.stats().in_memory_bytes + managed.size_bytes
-        return managed.state == AWAY and needed_bytes + self._fixed_bytes <= self._budget_bytes
+        return managed.state == AWAY and needed_bytes + self.memory.beside_bytes <= self.budget_bytes
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
@@ -405,7 +407,7 @@ class CpuDevice:
         elif slot.packing.packed_bytes:
             done = functools.partial(self._expand, managed, done)
         report = _report(managed, min(size_bytes, managed.size_bytes), done)
-        self._pending[managed.key] = self._spill.read(
+        self._pending[managed.key] = self.spill.read(
             slot.extent,
             staging + begin,
             size_bytes,
@@ -420,7 +422,7 @@ class CpuDevice:
         self.notice()  # somebody may have touched it, and written to it
         if managed.state != AWAY or managed.gone or managed.slot.packing.packed_bytes:
             return False
-        self._spill.read(
+        self.spill.read(
             managed.slot.extent,
             buffer.address,
             _page_bytes(managed.size_bytes),
@@ -459,9 +461,6 @@ class CpuDevice:
     def raise_priority(self, managed: ManagedStorage) -> None:
         if (pending := self._pending.get(managed.key)) is not None:
             pending.raise_priority()
-
-    def join(self, managed: ManagedStorage) -> bool:
-        return False
 
     def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
         failed: PenstockError | None = None
@@ -507,7 +506,6 @@ class CpuDevice:
             _native.arena_unstage(staging[0])
             state = _native.arena_state(managed.address)
             if state in ("in", "guarded"):  # somebody touched it meanwhile
-                assert self.engine is not None
                 managed.guarded = state == "guarded"
                 self.engine.came_back_unasked(managed, clean=False)
 
@@ -526,22 +524,6 @@ class CpuDevice:
             except OSError as error:
                 self.cannot_use(error)
 
-    def is_gone(self, managed: ManagedStorage) -> bool:
-        return managed.gone
-
-    def make_room(self, size_bytes: int) -> bool:
-        assert self.storages is not None
-        pinned = [managed.address for managed in self.storages.all() if managed.pins and managed.address]
-        made = _native.arena_make_room(size_bytes, pinned)
-        self.notice()
-        return made
-
-    def plannable(self, trace: Trace, budget_bytes: int) -> tuple[Trace, int]:
-        return trace, budget_bytes
-
-    def budget_for(self, size_bytes: int) -> int:
-        return self.in_memory_bytes() + size_bytes
-
     # -- recomputation -------------------------------------------------------------------------
 
     def drop(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -549,9 +531,6 @@ class CpuDevice:
             return False
         managed.guarded = False
         return True
-
-    def prepare_write(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        raise NotImplementedError  # `fill` moves the memory of the result
 
     def fill(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, made: torch.UntypedStorage
@@ -584,22 +563,15 @@ class CpuDevice:
 
     def cannot_use(self, error: OSError) -> NoReturn:
         if error.errno == errno.ENOMEM:
-            self.kernel_failed(MemoryError(str(error)), 0)
+            self.room.kernel_failed(MemoryError(str(error)), 0)
         raise SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}") from error
 
     # -- kernels -------------------------------------------------------------------------------
-
-    def stay_near(self, begins_s: float) -> None:
-        pass  # kernels run as they are called
-
-    def poll(self, waits: bool = False) -> None:
-        pass  # threads report the ends of copies
 
     def begin_kernel(self) -> None:
         self.notice()
 
     def notice(self) -> None:
-        assert self.engine is not None and self.storages is not None
         for address, what in _native.arena_events():
             managed = self.storages.at(address)
             if managed is None:
@@ -617,83 +589,6 @@ class CpuDevice:
 
     def end_kernel(self) -> None:
         _native.arena_kernel_over()
-
-    def make_holes(self, sizes: Sequence[int]) -> None:
-        pass  # pages make any hole one
-
-    def frees_enough(self, error: BaseException, needed_bytes: int) -> bool:
-        return False  # the arena has already let leave what it could
-
-    def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:
-        if not isinstance(error, RuntimeError | MemoryError):
-            return
-        stats = arena.stats()
-        if stats.system_refused_bytes and "allocate memory" in str(error):
-            raise MemoryError(
-                f"the operating system refused {format_bytes_up(stats.system_refused_bytes)} that fit in the "
-                f"device budget of {format_bytes_up(self._budget_bytes)}. Raise the limit of this process "
-                "(ulimit -d or -v, or vm.max_map_count), or lower device_budget or the batch size."
-            ) from error
-        refused_bytes = stats.refused_bytes
-        if refused_bytes:
-            if self.engine is not None:
-                self.engine.raise_error()  # nothing could leave since a copy failed
-            if self._spill.free_bytes < refused_bytes:
-                raise SpillSpaceFull(
-                    f"{self.place_text} is full, and nothing can leave memory: a kernel asked for "
-                    f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
-                ) from None  # torch's own says less
-            needed_bytes = max(needed_bytes, stats.refused_at_bytes + self._fixed_bytes)
-            raise BudgetTooSmall(
-                f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
-                f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
-                f"{format_bytes_up(self._budget_bytes)}. Raise device_budget to "
-                f"{format_bytes_up(needed_bytes)}, or lower the batch size."
-                + (self.engine.budget_hint() if self.engine is not None else ""),
-                needed_bytes,
-            ) from None
-
-    @property
-    def unplanned_accesses(self) -> int:
-        return int(arena.stats().faults - self._faults_before)
-
-    # -- measuring -----------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        self._peak_bytes = 0
-        _native.arena_own_faults()
-        _native.arena_reset_peak()
-
-    def end_step(self) -> None:
-        pass
-
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # profilers of CPUs see torch's own records
-
-    def begin_measuring(self) -> None:
-        self._measure_peak()
-        _native.arena_reset_peak()
-
-    def end_measuring(self) -> None:
-        pass
-
-    def workspace_bytes(self) -> int:
-        stats = arena.stats()  # not in use: a copy that ends releases what died before
-        return stats.peak_new_bytes - stats.new_bytes
-
-    def synchronize(self) -> None:
-        pass
-
-    def peak_bytes(self) -> int:
-        self._measure_peak()
-        return self._peak_bytes
-
-    def _measure_peak(self) -> None:
-        peak_bytes = arena.stats().peak_in_memory_bytes + self._fixed_bytes
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
-
-    def bring_back(self, managed: ManagedStorage) -> bool:
-        raise NotImplementedError  # the arena does it when it is touched
 
     def bring_all_back(self, storages: list[ManagedStorage]) -> bool:
         """What does not fit stays where it is, and comes when it is touched, inside the same budget."""

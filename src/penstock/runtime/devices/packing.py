@@ -85,7 +85,7 @@ class Packing:
         codec: str,
         itemsize: int,
         ready: list[Any],
-        done: Callable[[int], None],
+        done: Done,
     ) -> None:
         """As Device.pack. ready: events after which it may begin."""
         self.is_used = True
@@ -93,8 +93,14 @@ class Packing:
         def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
             if error is not None:
                 logger.warning("a tensor leaves as it is: %s", error)
-            # Nothing here may keep the memory: `done` may give it up, and others count on that.
-            done(self.packed[managed.key].content.nbytes() if managed.key in self.packed else 0)
+            engine = self._device.engine
+            with engine.lock:
+                if managed.key in self.packed:
+                    managed.packed_bytes = self.packed[managed.key].content.nbytes()
+                # Nothing here may keep the memory: `done` may give it up, and others count on that.
+                done(None, ())
+                if not managed.packed_bytes:
+                    self.drop(managed)
 
         self._codecs[managed.key] = codec, itemsize
         self._queue.put(Copy(managed, storage, managed.slot.block, ready, on_done), EVICT)
@@ -145,7 +151,6 @@ class Packing:
         self, managed: ManagedStorage, content: torch.Tensor, codec: tuple[str, int], stream: Any
     ) -> None:
         engine, memory = self._device.engine, self._device.memory
-        assert engine is not None
         admitted_bytes = 0
 
         def admits(size_bytes: int) -> bool:
