@@ -880,9 +880,9 @@ class World:
     def _check_at_rest(self) -> None:
         engine = self.engine
         reserved_bytes = engine.memory.reserved_bytes  # below zero: what left since the last kernel
-        if engine._out_bytes or engine._in_bytes or engine.freeing_bytes or reserved_bytes > 0:
+        if engine._out.total() or engine._in.total() or engine.freeing_bytes or reserved_bytes > 0:
             raise Violation(
-                f"at rest {engine._out_bytes} bytes leave, {engine._in_bytes} come, "
+                f"at rest {engine._out.total()} bytes leave, {engine._in.total()} come, "
                 f"{engine.freeing_bytes} are to be free, {reserved_bytes} are reserved"
             )
         for name, managed in self.managed.items():
@@ -917,11 +917,11 @@ class World:
         out_bytes = sum(
             held.size_bytes for held in self.held if isinstance(held, Transfer) and held.kind == "write"
         )
-        if engine._out_bytes != out_bytes:
-            raise Violation(f"{engine._out_bytes} bytes are said to leave, which are {out_bytes}")
+        if engine._out.total() != out_bytes:
+            raise Violation(f"{engine._out.total()} bytes are said to leave, which are {out_bytes}")
         coming = sum(managed.state == COMING for managed in self.met)
-        if not coming * PAGE <= engine._in_bytes <= coming * SIZE:
-            raise Violation(f"{engine._in_bytes} bytes are said to come, of {coming} storages")
+        if not coming * PAGE <= engine._in.total() <= coming * SIZE:
+            raise Violation(f"{engine._in.total()} bytes are said to come, of {coming} storages")
         for name in self.storage:
             managed, block = self.managed[name], self.blocks[name]
             if block.event or not managed.movable or managed.address != self.storage[name].data_ptr():
@@ -1018,7 +1018,7 @@ class World:
                 [called.get(managed) for managed in queue]
                 for queue in (engine._evictions, engine.prefetches, engine.unpinned_later)
             ],
-            (engine._out_bytes, engine._in_bytes, engine.freeing_bytes, engine.memory.reserved_bytes),
+            (engine._out.total(), engine._in.total(), engine.freeing_bytes, engine.memory.reserved_bytes),
             (
                 engine._error is not None,
                 self.errors,

@@ -124,20 +124,11 @@ class CopyEngine:
     @property
     def in_flight_bytes(self) -> tuple[int, int]:
         """Of copies that have begun: out of the device, and into it."""
-        return self._out_bytes, self._in_bytes
-
-    @property
-    def _out_bytes(self) -> int:
-        return sum(self._out.values())
-
-    @property
-    def _in_bytes(self) -> int:
-        return sum(self._in.values())
+        return self._out.total(), self._in.total()
 
     def _tier(self, managed: ManagedStorage) -> str:
         """Of its copy."""
-        several = len(self._tiers) > 1 and managed.slot is not None
-        return str(managed.slot.tier) if several else self._tiers[-1]
+        return managed.slot.tier if managed.slot is not None else self._tiers[-1]
 
     @property
     def stall_s(self) -> float:
@@ -209,7 +200,7 @@ class CopyEngine:
         try:
             self._device.pack(managed, storage, codec, packs, functools.partial(self._over, passage))
         except BaseException:
-            self._cancel(passage)
+            self._end(passage)
             self._stay(managed)
             raise
 
@@ -365,17 +356,11 @@ class CopyEngine:
 
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write: copies lose their worth."""
-        if managed.writing:
+        if managed.state == LEAVING and managed.queued:
+            self._evictions.remove(managed)
+            self._stay(managed)
+        elif managed.state == LEAVING or managed.writing:
             managed.void = True
-            self._unmark_released(managed)
-        elif managed.state == LEAVING:
-            if managed.queued:
-                self._evictions.remove(managed)
-                managed.queued = False
-                managed.hold = None
-                managed.state = RESIDENT
-            else:
-                managed.void = True
             self._unmark_released(managed)
         managed.clean = False
         self._device.will_write(managed)
@@ -395,7 +380,7 @@ class CopyEngine:
             self._passages[managed] = passage
         return passage
 
-    def _cancel(self, passage: _Passage) -> None:
+    def _end(self, passage: _Passage) -> None:
         """It has ended, or could not begin."""
         passage.in_flight[passage.tier] -= passage.size_bytes
         if self._passages.get(passage.managed) is passage:
@@ -404,7 +389,7 @@ class CopyEngine:
     def _over(self, passage: _Passage, error: PenstockError | None, moved: Sequence[Moved]) -> None:
         """The host has seen the copy end."""
         with self.lock:
-            self._cancel(passage)
+            self._end(passage)
             if passage.joined:
                 self._error = self._error or error  # what kernels have read since is anything
             else:
@@ -555,7 +540,7 @@ class CopyEngine:
         try:
             self._device.copy_in(managed, storage, priority, functools.partial(self._over, passage))
         except BaseException:
-            self._cancel(passage)
+            self._end(passage)
             managed.state = AWAY
             managed.hold = None
             self._device.give_up(managed, storage)
@@ -627,7 +612,7 @@ class CopyEngine:
                 self._evict_some(short_bytes + ahead_bytes)
                 if self._short_bytes(size_bytes) <= 0:
                     break
-            if self.freeing_bytes or self._in_bytes or self._out_bytes:
+            if self.freeing_bytes or self._in.total() or self._out.total():
                 if not self.join_one_that_leaves():
                     self._wait()
             elif not self.wait_for_others():
@@ -674,7 +659,7 @@ class CopyEngine:
         that has left. Asked before, it would refuse again."""
         if self.free(size_bytes) or self._device.room.make(size_bytes):
             return
-        if not (self._in_bytes or self._out_bytes):
+        if not (self._in.total() or self._out.total()):
             self._refuse(size_bytes)
         self._wait()
 
@@ -792,7 +777,7 @@ class CopyEngine:
             try:
                 self._device.copy_out(managed, storage, functools.partial(self._over, passage))
             except BaseException:
-                self._cancel(passage)
+                self._end(passage)
                 self._stay(managed)
                 raise
 
@@ -818,7 +803,7 @@ class CopyEngine:
         deadline = time.monotonic() + self._timeout_s
         self._device.poll(waits=True)
         while self._completions == before:
-            if not (self._out_bytes or self._in_bytes):
+            if not (self._out.total() or self._in.total()):
                 self._pump()  # one that could not begin left others behind in the queue
                 return
             came = self._changed.wait(min(INTERRUPTIBLE_S, self._timeout_s))
@@ -864,7 +849,7 @@ class CopyEngine:
             self._evictions.clear()
             self.prefetches.clear()
             self.memory.reserved_bytes = 0
-            while self._out_bytes or self._in_bytes:
+            while self._out.total() or self._in.total():
                 self._wait_for_copy()
 
     def came_back_unasked(self, managed: ManagedStorage, clean: bool) -> None:

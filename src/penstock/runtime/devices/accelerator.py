@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from penstock._native import DeviceMemory
+from penstock._native import DEMAND, DeviceMemory
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.runtime.devices import Device, Done, Moved
@@ -423,7 +423,7 @@ class AcceleratorDevice(Device):
             for packed in (True, False) if is_compressed else (False,):  # it is fetched, and then expanded
                 if not self.prepare(managed, storage, packed):
                     return False
-                self.copy_in(managed, storage, 0, lambda error, _: over.put(error))
+                self.copy_in(managed, storage, DEMAND, lambda error, _: over.put(error))
                 if (error := over.get()) is not None:
                     self.give_up(managed, storage)
                     raise error

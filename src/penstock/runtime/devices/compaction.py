@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from penstock._native import DeviceMemory, DeviceSegment, Leaves
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.copies import Copies, Events
+from penstock.runtime.devices.driver import Driver
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storages import RESIDENT, ManagedStorage
 from penstock.units import format_bytes
@@ -30,16 +31,6 @@ ATTEMPTS = 32
 
 # Refusals of what should fit, after which the model of the allocator here counts as wrong.
 SURPRISES = 8
-
-
-class Driver(Protocol):
-    """The part of penstock.runtime.devices.driver.Driver that is used here."""
-
-    def allocate(self, size_bytes: int, stream: Any) -> torch.UntypedStorage | None: ...
-
-    def reserve(self, size_bytes: int, stream: Any) -> int | None: ...
-
-    def resize(self, storage: torch.UntypedStorage, size_bytes: int, stream: Any) -> bool: ...
 
 
 class Compaction:

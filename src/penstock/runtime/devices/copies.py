@@ -13,7 +13,7 @@ import torch
 from penstock._native import DEMAND, EVICT
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
-from penstock.runtime.devices.direct import Bounce, Paths
+from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.pinned import PinnedSlab
 from penstock.runtime.devices.queues import Copy, CopyQueue, StreamQueue
@@ -271,7 +271,7 @@ class Copies:
 
     def _move_disk(
         self,
-        move: Callable[[Copy, int, Bounce, Done], None],
+        move: Callable[[Copy, int, Staging, Done], None],
         staged: Staging,
         copy: Copy,
         priority: int,

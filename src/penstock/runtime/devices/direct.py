@@ -10,13 +10,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from penstock.errors import PenstockError
 from penstock.runtime.devices import Done, Moved
 from penstock.runtime.devices.queues import Copy, Outcome, copy_error
+from penstock.runtime.devices.staging import Staging
 from penstock.storage.choice import Choice
 from penstock.storage.costs import Kind
 from penstock.storage.extents import Extent
@@ -25,17 +25,6 @@ from penstock.storage.spill import MEASURED_EVERY, SpillSpace, Transfer
 BOUNCE = "bounce"  # its part between host memory and disk goes by I/O paths of its own
 SMALLEST_DIRECT_BYTES = 16 << 10  # kvikio itself copies less than this through host memory
 TRIAL_BYTES = (1 << 20) + 1001
-
-
-class Bounce(Protocol):
-    """The path through host memory, in one direction: penstock.runtime.devices.staging."""
-
-    def start(self, copy: Copy, priority: int, done: Done) -> None:
-        """Start the copy. Others may be in flight."""
-
-    def drain(self) -> bool:
-        """Wait until all copies have ended."""
-        ...
 
 
 class Paths:
@@ -62,15 +51,15 @@ class Paths:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
         return self._spill.allocate(size_bytes, on_disk=self._spill.gpu_direct_only)
 
-    def write(self, copy: Copy, priority: int, bounce: Bounce, done: Done) -> None:
+    def write(self, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
         """Begin to copy the storage to the disk."""
         self._move("write", copy, priority, bounce, done)
 
-    def read(self, copy: Copy, priority: int, bounce: Bounce, done: Done) -> None:
+    def read(self, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
         """Begin to copy the disk's bytes to the storage."""
         self._move("read", copy, priority, bounce, done)
 
-    def _move(self, kind: Kind, copy: Copy, priority: int, bounce: Bounce, done: Done) -> None:
+    def _move(self, kind: Kind, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
         choice, size_bytes = self.choice, copy.size_bytes
         is_seen = copy.managed.lasts and not self._spill.gpu_direct_only  # a processor checksums it
         if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES or is_seen:
