@@ -6,8 +6,15 @@ on one.
 The device is the emulated one of the tests (tests/device/emu). Its kernels do nothing, and take the time that
 a data sheet allows; so models have the sizes that they have on a GPU, and the allocator its own. A step is
 planned on a trace whose kernels have their virtual times, for links with the machine's rates, and then
-carried out by the runtime with host memory as the tier. Where it takes longer than the simulator says for the
-same plan, the runtime is why. Times are medians of steps that follow one another; shares are of all steps.
+carried out by the runtime with host memory as the tier, or the disk, and host memory for staging alone. Where
+it takes longer than the simulator says for the same plan, the runtime is why. Times are medians of steps that
+follow one another; shares are of all steps.
+
+A step that takes longer than a plain one does so for the bandwidth, or for the plan. `bound` is what no plan
+can be faster than, proven by the planner: where that is above the plain step, it is the bandwidth; what the
+prediction is above the bound is the plan, or the bound. `link` is what the plan's bytes take on the slowest
+link of one way, and `least` what the bytes take there that leave by any plan: what is live at once, less the
+budget and all that can be computed again.
 
 Attention writes its scores to memory, as the emulated device has no other.
 
@@ -19,8 +26,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -32,8 +41,11 @@ from rich.table import Table
 from step_time import ROOT, add_common_arguments, heading, wide_console, write
 
 import penstock
+from penstock.core.columns import sum_over
+from penstock.core.hardware import LINKS
 from penstock.core.trace import Trace
 from penstock.machine import available_bytes
+from penstock.runtime.devices.accelerator import CHUNK_BYTES, CHUNKS
 from penstock.runtime.devices.drivers import DRIVERS
 from penstock.runtime.devices.reserved import plannable, spare_bytes
 from penstock.simulator import simulate
@@ -42,13 +54,15 @@ from penstock.units import format_bytes, format_seconds
 sys.path.insert(0, str(ROOT / "tests" / "device"))
 
 import emu
+from emu.disk import DISK
 from emu.driver import EmuDriver
 
 SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 9  # recorded, and the first that are planned, which begin with other tensors on the device
-# Nothing is written to it, but no more can be had than there is.
-HOST_BYTES = min(64 << 30, available_bytes() - (1 << 30))
-DISK_BYTES, DISK_RATE = 1 << 40, 28e9  # four NVMe drives at 7 GB/s; nothing is planned to go there
+STAGING_BYTES = 2 * CHUNK_BYTES * CHUNKS
+# By tier. Nothing is written to it, but no more can be had than there is.
+HOST_BYTES = {"host": min(64 << 30, available_bytes() - (1 << 30)), "disk": STAGING_BYTES}
+DISK_BYTES = 1 << 40
 LARGE_BYTES = 1 << 40  # of the device, where nothing has to leave
 
 Train = Callable[[], None]
@@ -156,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--machine", choices=emu.MACHINES, default="h100-pcie5", help="default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument(
+        "--tiers", nargs="+", choices=HOST_BYTES, default=list(HOST_BYTES), help="default: both"
+    )
     parser.add_argument("--policy", default="optimal", help="default: %(default)s")
     parser.add_argument("--moves-alone", action="store_true", help="tensors are moved, and none recomputed")
     parser.add_argument("--steps", type=int, default=9, help="that are timed; default: %(default)s")
@@ -169,9 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = MODELS[name]
         if options.quick:
             model = model._replace(blocks=model.few)
-        for result in results(model, machine, planning, options.steps, options.spill_dir):
-            ratio = f"{result['share']:.0%} of the peak, {result['ratio']:.2f} of the prediction"
-            console.print(f"{name}, {ratio}: {result.pop('text')}")
+        for result in results(model, machine, planning, options.tiers, options.steps, options.spill_dir):
+            ratio = f"{result['share']:.0%} of the peak, {result['ratio']:.3f} of the prediction"
+            console.print(f"{name}, {result['tier']}, {ratio}: {result.pop('text')}")
             rows.append({"model": name, "blocks": model.blocks, **result})
     document = {
         **heading("virtual_time"),
@@ -187,20 +204,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def results(
-    model: Model, machine: emu.Machine, planning: penstock.PlanOptions, steps: int, spill_dir: str
-) -> list[dict[str, Any]]:
-    """A plain step, and one at each share of its peak."""
+    model: Model,
+    machine: emu.Machine,
+    planning: penstock.PlanOptions,
+    tiers: Sequence[str],
+    steps: int,
+    spill_dir: str,
+) -> Iterator[dict[str, Any]]:
+    """A plain step, and one at each share of its peak with each tier."""
     begin(machine)
     plain_s, peak_bytes, small_bytes = plain_step(model, steps)
     begin(machine)
     trace = traced(model, machine, planning, spill_dir)
-    found = []
-    for share in SHARES:
+    for tier, share in itertools.product(tiers, SHARES):
         begin(machine)
-        budget_bytes = int(share * peak_bytes)
-        result = inside(model, machine, trace, small_bytes, budget_bytes, planning, steps, spill_dir)
-        found.append({"share": share, "peak_bytes": peak_bytes, "plain_s": plain_s, **result})
-    return found
+        given = hardware(machine, int(share * peak_bytes), tier)
+        result = inside(model, machine, trace, small_bytes, given, planning, steps, spill_dir)
+        yield {"tier": tier, "share": share, "peak_bytes": peak_bytes, "plain_s": plain_s, **result}
 
 
 def begin(machine: emu.Machine) -> None:
@@ -234,12 +254,17 @@ def plain_step(model: Model, steps: int) -> tuple[float, int, int]:
     return float(np.median(steps_s)), memory.peak_allocated_bytes, memory.peak_small_bytes
 
 
-def hardware(machine: emu.Machine, budget_bytes: int) -> penstock.Hardware:
+def hardware(machine: emu.Machine, budget_bytes: int, tier: str) -> penstock.Hardware:
+    """With no latency: copies that are under way together hide it."""
+    on_disk = tier == "disk"
     return penstock.Hardware(
         device_bytes=budget_bytes,
-        host_bytes=HOST_BYTES,
+        host_bytes=HOST_BYTES[tier] - STAGING_BYTES,
+        disk_bytes=on_disk * DISK_BYTES,
         device_to_host_bytes_per_s=machine.to_host_bytes_per_s,
         host_to_device_bytes_per_s=machine.to_device_bytes_per_s,
+        disk_read_bytes_per_s=machine.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=machine.disk_write_bytes_per_s,
         name=machine.name,
     )
 
@@ -250,7 +275,7 @@ def traced(model: Model, machine: emu.Machine, planning: penstock.PlanOptions, s
     _Timed.noted_s = noted_s = []
     trace, times_s = None, np.empty(0)
     try:
-        with opened(LARGE_BYTES, spill_dir, hardware(machine, LARGE_BYTES), planning) as run:
+        with opened(spill_dir, hardware(machine, LARGE_BYTES, "host"), planning) as run:
             train = model.build(model.blocks)
             for _ in range(UNMEASURED_STEPS):
                 noted_s.clear()
@@ -277,18 +302,18 @@ def kernels_between(noted_s: list[float]) -> np.ndarray:
 
 
 def opened(
-    budget_bytes: int,
     spill_dir: str,
-    machine: penstock.Hardware,
+    given: penstock.Hardware,
     planning: penstock.PlanOptions,
     plan: penstock.Plan | None = None,
 ) -> penstock.Offload:
     return penstock.offload(
         device="emu:0",
-        device_budget=budget_bytes,
-        host_budget=HOST_BYTES,
+        device_budget=given.device_bytes,
+        host_budget=given.host_bytes + STAGING_BYTES,
         spill_dir=spill_dir,
-        hardware=machine,
+        hardware=given,
+        io=penstock.IoOptions(paths=[DISK]),
         planning=planning,
         plan=plan,
     )
@@ -310,21 +335,20 @@ def inside(
     machine: emu.Machine,
     trace: Trace,
     small_bytes: int,
-    budget_bytes: int,
+    given: penstock.Hardware,
     planning: penstock.PlanOptions,
     steps: int,
     spill_dir: str,
 ) -> dict[str, Any]:
     try:
-        plan = planned(trace, given := hardware(machine, budget_bytes), planning, small_bytes)
+        plan = planned(trace, given, planning, small_bytes)
     except penstock.BudgetTooSmall as error:  # a kernel alone needs more than the share
         least_bytes = error.minimum_bytes
-        budget_bytes = least_bytes + 2 * spare_bytes(trace, least_bytes, small_bytes)
-        plan = planned(trace, given := hardware(machine, budget_bytes), planning, small_bytes)
+        given = replace(given, device_bytes=least_bytes + 2 * spare_bytes(trace, least_bytes, small_bytes))
+        plan = planned(trace, given, planning, small_bytes)
     # A run has a disk, and so keeps, or writes, what no kernel reads again and the plan counts as gone.
-    disk = {"disk_bytes": DISK_BYTES, "disk_read_bytes_per_s": DISK_RATE, "disk_write_bytes_per_s": DISK_RATE}
-    predicted = simulate(trace, plan, replace(given, **disk))
-    with opened(budget_bytes, spill_dir, given, planning, plan) as run:
+    predicted = simulate(trace, plan, replace(given, disk_bytes=DISK_BYTES))
+    with opened(spill_dir, given, planning, plan) as run:
         train = model.build(model.blocks)
 
         def step() -> None:
@@ -339,58 +363,78 @@ def inside(
             raise SystemExit("the steps are other ones than the one that was planned")
         stalls = run.report().stall_s
     carried_s = float(np.median(steps_s))
+    planned_bytes = Counter[str]()
+    for span in predicted.spans:
+        if span.stream in LINKS:
+            planned_bytes[span.stream] += span.size_bytes
+    slowest = min(given.evict_links(tier_of(given)), key=given.rate_bytes_per_s)
     return {
-        "budget_bytes": budget_bytes,
+        "budget_bytes": given.device_bytes,
+        "least_s": least_away_bytes(trace, plan) / given.rate_bytes_per_s(slowest),
+        "link_s": max(
+            size_bytes / given.rate_bytes_per_s(link) for link, size_bytes in planned_bytes.items()
+        ),
+        "bound_s": plan.lower_bound_s,
         "predicted_s": predicted.iteration_s,
-        "predicted_moved_bytes": predicted.evicted_bytes,
+        "predicted_bytes": dict(planned_bytes),
         "carried_s": carried_s,
         "steps_s": steps_s.tolist(),
         "ratio": carried_s / predicted.iteration_s,
-        "to_host_share": found.to_host.busy_s / found.step_s,
-        "to_device_share": found.to_device.busy_s / found.step_s,
-        "moved_bytes": found.to_host.size_bytes // (1 + steps),
+        "moved_bytes": {kind: link.size_bytes // (1 + steps) for kind, link in found.links.items()},
         "report": asdict(found),
         "stall_s": stalls,
         "text": str(found),
     }
 
 
+def tier_of(given: penstock.Hardware) -> str:
+    return "disk" if given.disk_bytes else "host"
+
+
+def least_away_bytes(trace: Trace, plan: penstock.Plan) -> int:
+    """That have left at some kernel by any plan: what is live then, and cannot be computed again, less the
+    budget."""
+    live = np.array(trace.live_bytes)
+    again = np.flatnonzero(trace.tensor_recompute >= 0) if len(trace.tensor_recompute) else np.empty(0, int)
+    death = np.minimum(trace.tensor_death[again], trace.kernels)
+    live = live - sum_over(trace.kernels, trace.tensor_birth[again], death, trace.tensor_bytes[again])
+    return max(int(live.max()) - plan.device_budget_bytes, 0)
+
+
 def drawn(machine: str, rows: list[dict[str, Any]]) -> Table:
+    columns = ("", "tier", "budget", "plain", "least", "link", "bound", "predicted", "carried out", "slowest")
+    waits = ("busy while waited for", "late for copies", "memory", "host")
     table = Table(
-        "",
-        "peak",
-        "budget",
-        "plain",
-        "predicted",
-        "carried out",
-        "slowest",
+        *columns,
         "ratio",
-        "to host",
-        "to device",
-        "late for copies",
-        "memory",
-        "host",
+        *waits,
         title=f"VIRTUAL time of a step on {machine}: no GPU was used",
         box=None,
         padding=(0, 1),
     )
     for row in rows:
-        idle = row["report"]["idle_s_by_cause"]
-        step_s = row["report"]["step_s"]
+        idle, step_s = row["report"]["idle_s_by_cause"], row["report"]["step_s"]
+        times_s = (row[f"{name}_s"] for name in columns[3:8])
         table.add_row(
             row["model"],
-            format_bytes(row["peak_bytes"]),
-            format_bytes(row["budget_bytes"]),
-            format_seconds(row["plain_s"]),
-            format_seconds(row["predicted_s"]),
-            format_seconds(row["carried_s"]),
-            format_seconds(max(row["steps_s"])),
-            f"{row['ratio']:.2f}",
-            f"{row['to_host_share']:.0%} busy",
-            f"{row['to_device_share']:.0%} busy",
-            *(f"{idle[cause] / step_s:.0%}" for cause in ("copies", "memory", "host")),
+            row["tier"],
+            f"{format_bytes(row['budget_bytes'])} of {format_bytes(row['peak_bytes'])}",
+            *(format_seconds(time_s) for time_s in (*times_s, row["carried_s"], max(row["steps_s"]))),
+            f"{row['ratio']:.3f}",
+            busy_text(row["report"]),
+            *(f"{idle[cause] / step_s:.1%}" for cause in ("copies", "memory", "host")),
         )
     return table
+
+
+def busy_text(report: dict[str, Any]) -> str:
+    """Of each link that limits steps for a hundredth of the time: its share of busy time meanwhile."""
+    shares = [
+        f"{kind.replace('_', ' ')} {1 - link['limiting_gaps_s'] / link['limiting_s']:.1%}"
+        for kind in ("to_device", "to_host", "disk_read", "disk_write")
+        if (link := report[kind])["limiting_s"] > report["step_s"] / 100
+    ]
+    return ", ".join(shares)
 
 
 if __name__ == "__main__":

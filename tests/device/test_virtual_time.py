@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +18,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import penstock
+from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import DEMAND
 from tests.device.test_training_on_a_device_keeps_every_bit import MODELS, TIERS
 from tests.support.families import _Gpt
 from tests.support.runs import ACCELERATED, Bits, Step, differences, in_memory, offloaded
@@ -25,12 +31,16 @@ TO_DEVICE, TO_HOST = "to_device", "to_host"
 
 
 def round_machine(emu: Any) -> Any:
-    """1000 bytes a ms in memory and to the device, 2000 to the host; kernels take 1, launches 0.1."""
+    """1000 bytes a ms in memory and to the device, 2000 to the host, 500 from the disk and 250 to it.
+    Its latency is 0.5. Kernels take 1, launches 0.1."""
     return emu.Machine(
         name="round",
         memory_bytes_per_s=1e6,
         to_device_bytes_per_s=1e6,
         to_host_bytes_per_s=2e6,
+        disk_read_bytes_per_s=5e5,
+        disk_write_bytes_per_s=2.5e5,
+        disk_latency_s=5e-4,
         fp64=1e6,
         fp32=2e6,
         tf32=4e6,
@@ -400,8 +410,96 @@ def test_what_computes_nothing_takes_as_long_and_touches_no_memory(emu: Any) -> 
     assert resident_bytes() < before_bytes + (64 << 20)
 
 
+@pytest.fixture
+def disk(emu: Any) -> str:
+    """The I/O path to the disk of virtual time."""
+    return str(importlib.import_module("emu.disk").DISK)
+
+
+def test_the_disk_has_its_rates_beside_kernels(emu: Any, disk: str, tmp_path: Path) -> None:
+    content = torch.zeros(500, device="emu")
+    over: queue.Queue[Any] = queue.Queue()
+    buffer = AlignedBuffer(3 * 4096)
+    with SpillSpace(tmp_path, penstock.IoOptions(paths=[disk])) as spill:
+        memory = [(buffer.address + 4096 * number, 4096, buffer) for number in range(3)]
+        extents = [spill.allocate(4096) for _ in memory]
+        spill.write(extents[0], *memory[0], over.put)
+        assert over.get().error is None
+        settled(emu)
+        begun_s = emu.now_s()
+        for extent, part in zip(extents[1:], memory[1:], strict=True):
+            spill.write(extent, *part, over.put, priority=DEMAND)  # 0.5 to 16.884 to 33.268
+        spill.read(extents[0], *memory[0], over.put)  # 0.5 to 8.692
+        kernel(content, torch.accelerator.current_stream())  # 0.1 to 4.1
+        ends_ms = []
+        for _ in range(3):
+            transfer = over.get()
+            assert transfer.error is None
+            ends_ms.append((transfer.kind, round(1e3 * (emu.now_s() - begun_s), 6)))
+    assert ends_ms == [("read", 8.692), ("write", 16.884), ("write", 33.268)]
+    report = emu.report()
+    assert report.disk_write.busy_s == approx_ms(2 * 16.384)
+    assert report.disk_read.busy_s == approx_ms(8.192)
+    assert report.busy_s == approx_ms(4)
+
+
+def test_what_goes_through_the_disk_is_away_while_kernels_run(
+    emu: Any, machine: Any, disk: str, tmp_path: Path
+) -> None:
+    """Kernels take 10, and a chunk of staging 8.4 on the disk and 0.2 on the bus."""
+    emu.configure(
+        machine=replace(
+            machine,
+            memory_bytes_per_s=1e12,
+            kernel_s=1e-2,
+            fp32=1e12,
+            tf32=1e12,
+            to_device_bytes_per_s=4e10,
+            to_host_bytes_per_s=4e10,
+            disk_read_bytes_per_s=1e9,
+            disk_write_bytes_per_s=1e9,
+        ),
+        computes=False,
+    )
+
+    def program(step: Step) -> Bits:
+        with torch.device("emu"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(6)))
+            batch = torch.zeros(100, 1500)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(6):
+            settled(emu)
+            with step():
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        return []
+
+    offloaded(
+        program,
+        "128MiB",
+        tmp_path,
+        device="emu:0",
+        hardware=ACCELERATED,
+        host_budget=TIERS["disk"],
+        io=penstock.IoOptions(paths=[disk]),
+    )
+    report, spans = emu.report(), emu.spans()
+    assert report.disk_read.size_bytes > 64 << 20
+    assert report.step_s < 1.1 * report.busy_s
+    by_kind = {kind: [s for s in spans if s.kind == kind and s.size_bytes > 1 << 20] for kind in report.links}
+    for came, went in (("disk_read", TO_DEVICE), (TO_HOST, "disk_write")):
+        assert all(
+            first.end_s <= then.launched_s + 1e-9
+            for first, then in zip(by_kind[came], by_kind[went], strict=True)
+        )
+
+
 @pytest.mark.parametrize(("order", "tier"), [("random", "host"), ("lazy", "disk")])
-def test_training_inside_a_budget_keeps_its_bits(emu: Any, order: str, tier: str, tmp_path: Path) -> None:
+def test_training_inside_a_budget_keeps_its_bits(
+    emu: Any, disk: str, order: str, tier: str, tmp_path: Path
+) -> None:
     program = MODELS["foreach"]  # which needs more than it gets, whatever is planned
     emu.configure(machine="h100-pcie5")
     expected = in_memory(program)
@@ -416,11 +514,13 @@ def test_training_inside_a_budget_keeps_its_bits(emu: Any, order: str, tier: str
         device="emu:0",
         hardware=ACCELERATED,
         host_budget=TIERS[tier],
+        io=penstock.IoOptions(paths=[disk]),
     )
     report = emu.report()
     assert differences(expected, found) == []
     assert report.to_host.copies > plain.to_host.copies
     assert report.to_device.copies > plain.to_device.copies
+    assert (report.disk_read.copies > 0) == (tier == "disk")
     assert report.busy_s > 0
 
 

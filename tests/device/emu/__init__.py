@@ -10,15 +10,16 @@
 - Virtual time says how long it would take on a GPU: `configure(machine="h100-pcie5")`, then `reset_report`
   and `report`. It changes nothing that is computed.
 
-What virtual time is: kernels take the time of a roofline (bytes of inputs and outputs, operations of products
-and convolutions, and a least time), copies between host and device that of their link, one at a time each
-way, launches that of the host. Work begins when its stream is free, its launch over, what its stream waits
-for reached, and its link free: found at launch, so the order in which it is really carried out does not
-matter. Events, and `elapsed_time`, are in it. What it does not have: kernels that slow each other down (those
-of several streams overlap at full speed), what Python and the program do between launches, events and waits
-that cost the host something, the disk. Threads of the host have clocks, and a helper thread that waits for an
-event goes on when the program's clock is there (native/virtual.h). Where threads meet at a lock, the order on
-the real machine decides: what a program with helpers takes may differ a little from run to run.
+What virtual time is: kernels take the time of a roofline (bytes of inputs and outputs, operations of
+products and convolutions, and a least time), copies between host and device that of their link, one at a
+time each way, launches that of the host, and transfers by the I/O path of emu/disk.py that of the disk.
+Work begins when its stream is free, its launch over, what its stream waits for reached, and its link free:
+found at launch, so the order in which it is really carried out does not matter. Events, and `elapsed_time`,
+are in it. What it does not have: kernels that slow each other down (those of several streams overlap at
+full speed), what Python and the program do between launches, events and waits that cost the host something.
+Threads of the host have clocks, and a helper thread that waits for an event goes on when the program's
+clock is there (native/virtual.h). Where threads meet at a lock, the order on the real machine decides: what
+a program with helpers takes may differ a little from run to run.
 
 Importing it compiles it, where that is not done yet, and changes torch for the whole process: it is the
 accelerator then. There is one device, one executor, no graphs and no torch.compile.
@@ -46,6 +47,8 @@ __all__ = [
     "Report",
     "Span",
     "Wait",
+    "begin_transfer",
+    "computes",
     "configure",
     "counters",
     "high_water_bytes",
@@ -56,6 +59,7 @@ __all__ = [
     "reset_high_water",
     "reset_report",
     "spans",
+    "wait_until",
 ]
 
 # As `Order` in native/streams.h, where each is described.
@@ -71,6 +75,7 @@ for _function in (_native.emu_total_bytes, _native.emu_high_water_bytes, _native
 _native.emu_counter.restype = ctypes.c_int64
 _native.emu_configure.restype = _native.emu_page_unlock.restype = ctypes.c_char_p
 _virtual = VirtualTime(_native)
+_computes = True
 
 
 def configure(
@@ -103,13 +108,31 @@ def configure(
     )
     if refused is not None:
         raise RuntimeError(refused.decode())
+    global _computes
+    _computes = computes
     torch.get_device_module("emu").set_per_process_memory_fraction(1.0)
     _virtual.configure(machine)
+
+
+def computes() -> bool:
+    """As `configure` has it."""
+    return _computes
 
 
 def now_s() -> float:
     """This thread's clock, in virtual time."""
     return _virtual.now_s()
+
+
+def begin_transfer(kind: str, size_bytes: int) -> Any:
+    """This thread asks the disk for a transfer, of the kind "disk_read" or "disk_write". Returns its end, for
+    `wait_until`, on any thread."""
+    return _virtual.begin_transfer(kind, size_bytes)
+
+
+def wait_until(end: Any) -> None:
+    """Let this thread go on at the end of a transfer."""
+    _virtual.wait_until(end)
 
 
 def reset_report() -> None:

@@ -1,14 +1,15 @@
 """Virtual time, as Python sees it: what a stretch of it was spent on, and how threads hand it over.
 
 A thread that wakes another one by a `threading.Condition`, and by what is made of it (`Event`,
-`queue.Queue`), gives it its clock: the other cannot be earlier. Locks and `queue.SimpleQueue` hand nothing
-over.
+`queue.Queue`), gives it its clock: the other cannot be earlier. Nor is who takes an item out of a
+`queue.SimpleQueue` earlier than who put it there. Locks hand nothing over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +18,25 @@ from typing import Any, NamedTuple
 from .machines import Machine
 
 # As in native/virtual.h.
-_KERNEL, _TO_DEVICE, _TO_HOST = 1, 2, 3
+_KINDS = ("", "kernel", "to_device", "to_host", "disk_read", "disk_write")
 _CAUSES = ("copies", "host", "kernels", "copies", "memory", "memory", "copies")
-_HOST = 1
+# The links of each way, and the cause of idle time that they can be.
+_WAYS = {"copies": ("to_device", "disk_read"), "memory": ("to_host", "disk_write")}
 
 
 class _Machine(ctypes.Structure):
     _fields_ = [
         ("memory_bytes_per_s", ctypes.c_double),
-        ("to_device_bytes_per_s", ctypes.c_double),
-        ("to_host_bytes_per_s", ctypes.c_double),
+        ("link_bytes_per_s", ctypes.c_double * 4),
         ("operations_per_s", ctypes.c_double * 4),
         ("kernel_s", ctypes.c_double),
         ("launch_s", ctypes.c_double),
+        ("disk_latency_s", ctypes.c_double),
     ]
+
+
+class _Moment(ctypes.Structure):
+    _fields_ = [("epoch", ctypes.c_int64), ("at_s", ctypes.c_double), ("cause", ctypes.c_int)]
 
 
 class _Span(ctypes.Structure):
@@ -57,10 +63,11 @@ class _Wait(ctypes.Structure):
 
 
 class Span(NamedTuple):
-    """An item of work.
+    """An item of work, or a transfer between host memory and the disk.
 
-    kind     "kernel", "to_device" or "to_host"
-    free_s   when its stream had nothing else to do
+    kind     "kernel", "to_device", "to_host", "disk_read" or "disk_write"
+    stream   -1 of a transfer
+    free_s   when its stream had nothing else to do, or the disk could have begun
     cause    why it did not begin then: a key of `Report.idle_s_by_cause`
     """
 
@@ -86,14 +93,17 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A direction of the bus.
+    """A direction of the bus, or of the disk.
 
-    limiting_gaps_s   that it had while the device waited for a copy that way
+    limiting_s        that the device was idle and waited for a copy that way, of which this link carried more
+                      than the other one
+    limiting_gaps_s   of that: it carried nothing
     """
 
     busy_s: float
     size_bytes: int
     copies: int
+    limiting_s: float
     limiting_gaps_s: float
 
 
@@ -119,6 +129,8 @@ class Report:
     kernels: int
     to_device: Link
     to_host: Link
+    disk_read: Link
+    disk_write: Link
     waits: int
     waited_s: float
     early: int
@@ -126,6 +138,11 @@ class Report:
     @property
     def idle_s(self) -> float:
         return self.step_s - self.busy_s
+
+    @property
+    def links(self) -> Mapping[str, Link]:
+        """By kind of span."""
+        return {kind: getattr(self, kind) for way in _WAYS.values() for kind in way}
 
     def __str__(self) -> str:
         causes = ", ".join(f"{cause} {1e3 * idle_s:.3f}" for cause, idle_s in self.idle_s_by_cause.items())
@@ -136,8 +153,9 @@ class Report:
         ]
         lines += [
             f"  {name}: {link.copies} copies of {link.size_bytes} bytes, busy {1e3 * link.busy_s:.3f}, "
-            f"gaps while it was waited for {1e3 * link.limiting_gaps_s:.3f}"
-            for name, link in (("to the device", self.to_device), ("to the host", self.to_host))
+            f"waited for {1e3 * link.limiting_s:.3f}, with gaps of {1e3 * link.limiting_gaps_s:.3f}"
+            for name, link in self.links.items()
+            if link.copies
         ]
         early = f"; {self.early} times a helper was early" if self.early else ""
         return "\n".join([*lines, f"  host: {self.waits} waits, {1e3 * self.waited_s:.3f}{early}"])
@@ -149,6 +167,8 @@ class VirtualTime:
     def __init__(self, native: Any) -> None:
         self._native = native
         native.emu_now_s.restype = ctypes.c_double
+        native.emu_disk.restype = _Moment
+        native.emu_await.restype = None
         for function in (native.emu_thread, native.emu_early, native.emu_spans, native.emu_host_waits):
             function.restype = ctypes.c_int64
         self._machine: Machine | None = None
@@ -163,17 +183,23 @@ class VirtualTime:
         if machine is None:
             self._native.emu_set_machine(None)
             return
-        rates = (ctypes.c_double * 4)(machine.fp64, machine.fp32, machine.tf32, machine.bf16)
+        links = (getattr(machine, f"{kind}_bytes_per_s") for kind in _KINDS[2:])
         given = _Machine(
             machine.memory_bytes_per_s,
-            machine.to_device_bytes_per_s,
-            machine.to_host_bytes_per_s,
-            rates,
+            (ctypes.c_double * 4)(*links),
+            (ctypes.c_double * 4)(machine.fp64, machine.fp32, machine.tf32, machine.bf16),
             machine.kernel_s,
             machine.launch_s,
+            machine.disk_latency_s,
         )
         self._native.emu_set_machine(ctypes.byref(given))
         self._patches.enter_context(_handing_over(self._native))
+
+    def begin_transfer(self, kind: str, size_bytes: int) -> Any:
+        return self._native.emu_disk(_KINDS.index(kind), ctypes.c_double(size_bytes))
+
+    def wait_until(self, end: Any) -> None:
+        self._native.emu_await(end)
 
     def now_s(self) -> float:
         return float(self._native.emu_now_s())
@@ -183,10 +209,9 @@ class VirtualTime:
         self._begun_s = self.now_s()
 
     def spans(self) -> list[Span]:
-        kinds = ("", "kernel", "to_device", "to_host")
         return [
             Span(
-                s.name.decode(), kinds[s.kind], s.stream, s.free_s, s.launched_s, s.begin_s, s.end_s,
+                s.name.decode(), _KINDS[s.kind], s.stream, s.free_s, s.launched_s, s.begin_s, s.end_s,
                 int(s.bytes), _CAUSES[s.cause],
             )
             for s in _read(self._native.emu_spans, _Span)
@@ -234,14 +259,23 @@ def reported(
         free_s = max(free_s, kernel.end_s)
     late(free_s, end_s, "host")
 
-    def link(kind: str, cause: str) -> Link:
-        copies = sorted((span for span in spans if span.kind == kind), key=lambda span: span.begin_s)
-        busy = [(copy.begin_s, copy.end_s) for copy in copies]
+    carried = {kind: [s for s in spans if s.kind == kind] for way in _WAYS.values() for kind in way}
+    busy = {kind: _union((s.begin_s, s.end_s) for s in of_kind) for kind, of_kind in carried.items()}
+    limiting: dict[str, list[tuple[float, float]]] = {
+        kind: [] for kind in carried
+    }  # of each wait: s, and gaps
+    for cause, way in _WAYS.items():
+        for stretch in idle[cause]:
+            busy_s, kind = max((_length(_common([stretch], busy[kind])), kind) for kind in way)
+            limiting[kind].append((_length([stretch]), _length([stretch]) - busy_s))
+
+    def link(kind: str) -> Link:
         return Link(
-            busy_s=_length(busy),
-            size_bytes=sum(copy.size_bytes for copy in copies),
-            copies=len(copies),
-            limiting_gaps_s=_length(idle[cause]) - _length(_common(idle[cause], busy)),
+            busy_s=_length(busy[kind]),
+            size_bytes=sum(span.size_bytes for span in carried[kind]),
+            copies=len(carried[kind]),
+            limiting_s=sum(length_s for length_s, _ in limiting[kind]),
+            limiting_gaps_s=sum(gaps_s for _, gaps_s in limiting[kind]),
         )
 
     idle_s = {cause: _length(stretches) for cause, stretches in idle.items()}
@@ -251,8 +285,7 @@ def reported(
         busy_s=end_s - begun_s - sum(idle_s.values()),
         idle_s_by_cause=idle_s,
         kernels=len(kernels),
-        to_device=link("to_device", "copies"),
-        to_host=link("to_host", "memory"),
+        **{kind: link(kind) for kind in carried},
         waits=len(waits),
         waited_s=sum(wait.end_s - max(wait.begin_s, begun_s) for wait in waits),
         early=early,
@@ -261,6 +294,17 @@ def reported(
 
 def _length(stretches: Iterable[tuple[float, float]]) -> float:
     return sum(end_s - begin_s for begin_s, end_s in stretches)
+
+
+def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """They ascend, without overlaps."""
+    found: list[tuple[float, float]] = []
+    for begin_s, end_s in sorted(stretches):
+        if found and begin_s <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end_s)
+        else:
+            found.append((begin_s, end_s))
+    return found
 
 
 def _common(
@@ -285,7 +329,20 @@ def _read(function: Any, kind: type[ctypes.Structure]) -> Any:
 
 @contextlib.contextmanager
 def _handing_over(native: Any) -> Iterator[None]:
-    """Meanwhile, conditions hand clocks over."""
+    """Meanwhile, conditions and queues hand clocks over."""
+    now_s: Callable[[], float] = native.emu_now_s
+
+    class Handing(queue.Queue[Any]):
+        """Instead of `queue.SimpleQueue`. Items carry the clock of who put them."""
+
+        def _put(self, item: Any) -> None:
+            super()._put((now_s(), item))
+
+        def _get(self) -> Any:
+            at_s, item = super()._get()
+            native.emu_reach(ctypes.c_double(at_s))
+            return item
+
     wait: Callable[..., bool] = threading.Condition.wait
     notify: Callable[..., None] = threading.Condition.notify
 
@@ -310,8 +367,10 @@ def _handing_over(native: Any) -> Iterator[None]:
 
     threading.Condition.wait = waiting  # type: ignore[method-assign]
     threading.Condition.notify = notifying  # type: ignore[method-assign]
+    simple, queue.SimpleQueue = queue.SimpleQueue, Handing  # type: ignore[misc, assignment]
     try:
         yield
     finally:
+        queue.SimpleQueue = simple  # type: ignore[misc]
         threading.Condition.wait = wait  # type: ignore[method-assign]
         threading.Condition.notify = notify  # type: ignore[method-assign]

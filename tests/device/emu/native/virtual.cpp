@@ -31,7 +31,7 @@ struct VirtualStream {
 struct Thread {
   enum { Busy, Waiting, Blocked } state = Busy;  // Blocked: another thread must wake it
   bool is_program = false;
-  bool is_helper = false;  // it has waited for the device; others have nothing to tell
+  bool is_helper = false;  // it has waited for the device, or another thread has woken it; others have nothing to tell
   double now_s = 0;     // of a helper
   Cause cause = Cause::Host;   // of its latest wait
   double until_s = 0;   // Waiting
@@ -46,7 +46,7 @@ struct State {
   int64_t epoch = 0;
   Machine machine{};
   VirtualStream streams[kStreams];
-  std::map<double, double> busy[2];  // of the links: begin and end of each stretch
+  std::map<double, double> busy[4];  // of the links: begin and end of each stretch
   double program_s = 0;
   std::unordered_map<int64_t, Thread*> threads;
   int64_t next_thread = 0;
@@ -149,15 +149,17 @@ double placed(std::map<double, double>& busy, double ready_s, double takes_s) {
 thread_local int on_lists = -1;     // kernels so far; -1: not now
 constexpr int kTensorsAtOnce = 36;  // of four lists; fewer lists have more
 
+int link_of(Cost::Kind kind) { return kind - Cost::ToDevice; }
+
 double seconds(const Machine& m, const Cost& cost) {
-  if (cost.kind == Cost::ToDevice) return cost.bytes / m.to_device_bytes_per_s;
-  if (cost.kind == Cost::ToHost) return cost.bytes / m.to_host_bytes_per_s;
+  if (cost.kind != Cost::Kernel) return cost.bytes / m.link_bytes_per_s[link_of(cost.kind)];
   double arithmetic_s = cost.operations / m.operations_per_s[cost.precision];
   return std::max({cost.bytes / m.memory_bytes_per_s, arithmetic_s, m.kernel_s});
 }
 
 Cause as_cause(Cost::Kind kind) {
-  return kind == Cost::ToDevice ? Cause::Arrival : kind == Cost::ToHost ? Cause::Departure : Cause::Kernels;
+  if (kind == Cost::Kernel) return Cause::Kernels;
+  return kind == Cost::ToDevice || kind == Cost::DiskRead ? Cause::Arrival : Cause::Departure;
 }
 
 }  // namespace
@@ -197,7 +199,7 @@ void virtual_launch(int stream, const char* name, const Cost& cost) {
                                              : Cause::Host;
   double takes_s = seconds(machine, cost), begin_s = ready_s;
   if (cost.kind != Cost::Kernel) {
-    begin_s = placed(s.busy[cost.kind == Cost::ToHost], ready_s, takes_s);
+    begin_s = placed(s.busy[link_of(cost.kind)], ready_s, takes_s);
     if (begin_s > ready_s) cause = Cause::Link;
   }
   s.spans.push_back({name, on.free_s, now_s, begin_s, begin_s + takes_s, cost.bytes, cost.kind, stream, cause});
@@ -225,6 +227,21 @@ void virtual_wait(int stream, const Moment& moment) {
   std::lock_guard<std::mutex> lock(s.mutex);
   Moment& awaited = s.streams[stream].awaited;
   if (moment.epoch == s.epoch && moment.at_s > awaited.at_s) awaited = moment;
+}
+
+Moment virtual_disk(Cost::Kind kind, double bytes) {
+  if (!has_machine()) return {};
+  State& s = state();
+  Thread& thread = registered().thread;
+  std::lock_guard<std::mutex> lock(s.mutex);
+  double asked_s = now_of(s, thread), ready_s = asked_s + s.machine.disk_latency_s;
+  double takes_s = seconds(s.machine, {kind, bytes});
+  double begin_s = placed(s.busy[link_of(kind)], ready_s, takes_s);
+  const char* name = kind == Cost::DiskRead ? "read from the disk" : "write to the disk";
+  Cause cause = begin_s > ready_s ? Cause::Link : Cause::None;
+  s.spans.push_back({name, ready_s, asked_s, begin_s, begin_s + takes_s, bytes, kind, -1, cause});
+  s.activity++;
+  return {s.epoch, begin_s + takes_s, as_cause(kind)};
 }
 
 OnLists::OnLists() : within(on_lists >= 0) {
@@ -314,6 +331,25 @@ double emu_now_s() {
   return emu::now_of(s, thread);
 }
 
+// A transfer to or from the disk: asked for by one thread, awaited by another.
+emu::Moment emu_disk(int kind, double bytes) {
+  return emu::virtual_disk(static_cast<emu::Cost::Kind>(kind), bytes);
+}
+
+void emu_await(emu::Moment moment) {
+  emu::begin_host_wait(moment);
+  emu::end_host_wait(moment);
+}
+
+// This thread gets what another one left at that time.
+void emu_reach(double at_s) {
+  auto& s = emu::state();
+  auto& thread = emu::registered().thread;
+  std::lock_guard<std::mutex> lock(s.mutex);
+  emu::reach(s, thread, at_s, emu::Cause::Host);
+  s.changed.notify_all();
+}
+
 // For what threads hand over to each other in Python.
 int64_t emu_thread() { return emu::registered().id; }
 
@@ -337,6 +373,7 @@ void emu_wakes(int64_t id) {
   emu::Thread& other = *found->second;
   if (other.is_program != thread.is_program || !other.is_program)
     emu::reach(s, other, emu::now_of(s, thread), thread.cause);
+  other.is_helper = !other.is_program;
   other.state = emu::Thread::Busy;
   other.since = emu::Wall::now();
   s.activity++;

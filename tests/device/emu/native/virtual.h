@@ -2,7 +2,8 @@
 //
 // It is found at launch: an item begins when its stream is free, its launch is over, and the marks that the stream
 // waits for are reached, and a copy, besides, in the first gap of its link that is long enough. When work is really
-// carried out does not matter to it. In seconds from `set_machine` on.
+// carried out does not matter to it. A transfer between host memory and the disk flows in the first gap of its
+// direction, a latency after it was asked for. In seconds from `set_machine` on.
 //
 // Threads of the host have clocks. The program's threads, which are the first one and those of autograd, share one,
 // since they work in turns. Any other is a helper. A clock moves by launches, and by waits for marks. A helper that
@@ -18,14 +19,15 @@ enum Precision : int { Double, Single, Tensor32, Half, kPrecisions };
 
 // Rates a second; zero kernels take kernel_s, and a launch takes launch_s of the host. As `_Machine` in virtual.py.
 struct Machine {
-  double memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s;
+  double memory_bytes_per_s;
+  double link_bytes_per_s[4];  // in the order of `Cost::Kind`
   double operations_per_s[kPrecisions];
-  double kernel_s, launch_s;
+  double kernel_s, launch_s, disk_latency_s;
 };
 
 // What an item of work asks of the machine.
 struct Cost {
-  enum Kind : int { Nothing, Kernel, ToDevice, ToHost } kind = Nothing;
+  enum Kind : int { Nothing, Kernel, ToDevice, ToHost, DiskRead, DiskWrite } kind = Nothing;
   double bytes = 0;  // read and written in memory, or that cross the link
   double operations = 0;
   Precision precision = Single;
@@ -62,6 +64,9 @@ void set_machine(const Machine* machine);  // nullptr: there is no virtual time
 void virtual_launch(int stream, const char* name, const Cost& cost);
 Moment virtual_record(int stream);
 void virtual_wait(int stream, const Moment& moment);
+
+// A transfer that this thread asks for now. Returns its end.
+Moment virtual_disk(Cost::Kind kind, double bytes);
 
 // This thread of the host.
 bool is_past(const Moment& moment);
