@@ -440,6 +440,16 @@ class CopyEngine:
         ]
         return any(map(self._join, leaving))
 
+    def wait_for_one_that_leaves(self) -> bool:
+        """As `join_one_that_leaves`; where kernels cannot wait on the device, the host does. False: there is
+        none."""
+        if self.join_one_that_leaves():
+            return True
+        if not self.freeing_bytes:
+            return False
+        self._wait()
+        return True
+
     def _has_left(self, passage: _Passage, error: PenstockError | None) -> None:
         managed = passage.managed
         release = managed.freeing_bytes > 0

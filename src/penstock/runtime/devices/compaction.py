@@ -100,13 +100,14 @@ class Compaction:
         self._copies.poll()
         needed_bytes = sum(sizes)
         leaves = Leaves.leaving if may_leave else Leaves.nothing
+        wait = engine.wait_for_one_that_leaves if may_leave else engine.join_one_that_leaves
         attempts = 0
         while (segment := self._segment) is not None:
             if segment.fits(sizes):
                 return True
             # What leaves is gone by now, as far as the plan goes.
             if segment.free_bytes < needed_bytes:
-                if engine.join_one_that_leaves():
+                if wait():
                     continue
                 if not may_leave:
                     return False
@@ -117,7 +118,7 @@ class Compaction:
             wanted = (needed_bytes, *(size_bytes for size_bytes in sizes if not segment.fits([size_bytes])))
             if any(self._clear(engine, segment, size_bytes, leaves) for size_bytes in wanted):
                 continue
-            if engine.join_one_that_leaves():
+            if wait():
                 attempts -= 1
             elif not may_leave or not any(
                 self._clear(engine, segment, size_bytes, Leaves.anything) for size_bytes in wanted
