@@ -14,7 +14,8 @@ A step that takes longer than a plain one does so for the bandwidth, or for the 
 can be faster than, proven by the planner: where that is above the plain step, it is the bandwidth; what the
 prediction is above the bound is the plan, or the bound. `link` is what the plan's bytes take on the slowest
 link of one way, and `least` what the bytes take there that leave by any plan: what is live at once, less the
-budget and all that can be computed again.
+budget and all that can be computed again. `copies` cross the bus in a step; in brackets the share of the step
+that the host takes to launch those below 1 MiB: all that it could gain by joining them.
 
 Attention writes its scores to memory, as the emulated device has no other.
 
@@ -61,8 +62,9 @@ SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 9  # recorded, and the first that are planned, which begin with other tensors on the device
 STAGING_BYTES = 2 * CHUNK_BYTES * CHUNKS
 # By tier. Nothing is written to it, but no more can be had than there is.
-HOST_BYTES = {"host": min(64 << 30, available_bytes() - (1 << 30)), "disk": STAGING_BYTES}
+HOST_BYTES = {"host": min(64 << 30, available_bytes() - (4 << 30)), "disk": STAGING_BYTES}
 DISK_BYTES = 1 << 40
+SMALL_BYTES = 1 << 20  # a copy of less takes the bus less than ten launches
 LARGE_BYTES = 1 << 40  # of the device, where nothing has to leave
 
 Train = Callable[[], None]
@@ -363,6 +365,8 @@ def inside(
             raise SystemExit("the steps are other ones than the one that was planned")
         stalls = run.report().stall_s
     carried_s = float(np.median(steps_s))
+    copied_bytes = [span.size_bytes for span in emu.spans() if span.kind in ("to_device", "to_host")]
+    small = sum(size_bytes < SMALL_BYTES for size_bytes in copied_bytes)
     planned_bytes = Counter[str]()
     for span in predicted.spans:
         if span.stream in LINKS:
@@ -381,6 +385,9 @@ def inside(
         "steps_s": steps_s.tolist(),
         "ratio": carried_s / predicted.iteration_s,
         "moved_bytes": {kind: link.size_bytes // (1 + steps) for kind, link in found.links.items()},
+        "copies": len(copied_bytes) / (1 + steps),
+        "small_copies": small / (1 + steps),
+        "small_launches_share": small * machine.launch_s / found.step_s,
         "report": asdict(found),
         "stall_s": stalls,
         "text": str(found),
@@ -403,7 +410,7 @@ def least_away_bytes(trace: Trace, plan: penstock.Plan) -> int:
 
 def drawn(machine: str, rows: list[dict[str, Any]]) -> Table:
     columns = ("", "tier", "budget", "plain", "least", "link", "bound", "predicted", "carried out", "slowest")
-    waits = ("busy while waited for", "late for copies", "memory", "host")
+    waits = ("busy while waited for", "late for copies", "memory", "host", "copies")
     table = Table(
         *columns,
         "ratio",
@@ -423,6 +430,7 @@ def drawn(machine: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['ratio']:.3f}",
             busy_text(row["report"]),
             *(f"{idle[cause] / step_s:.1%}" for cause in ("copies", "memory", "host")),
+            f"{row['copies']:.0f} ({row['small_launches_share']:.1%})",
         )
     return table
 

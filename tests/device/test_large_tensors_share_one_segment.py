@@ -17,8 +17,13 @@ from penstock._native import DeviceSegment, Leaves
 from penstock.runtime.devices import queues
 from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.room import AllocatorRoom
-from penstock.runtime.storages import LEAVING, ManagedStorage
-from tests.device.test_training_on_a_device_keeps_every_bit import expected, inside, scheduled_at_random
+from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage
+from tests.device.test_training_on_a_device_keeps_every_bit import (
+    TIERS,
+    expected,
+    inside,
+    scheduled_at_random,
+)
 from tests.support.accelerator import orders, wanted
 from tests.support.runs import ACCELERATED, EVERYTHING, Bits, Step, bits, differences
 
@@ -266,6 +271,31 @@ def test_what_others_use_does_not_move(configure: Configure, tmp_path: Path) -> 
         third.pins -= 1
         tensors[1].record_stream(torch.Stream(DEVICE))
         assert in_the_way() is None
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_leaves_where_what_is_leaving_makes_the_room(
+    tier: str, configure: Configure, tmp_path: Path
+) -> None:
+    """Of four tensors of 12 MiB that fill the segment two leave: one that stays moves for 24 in one piece."""
+    configure(order="stepped", seed=1)
+    with penstock.offload(
+        device=DEVICE,
+        device_budget=64 * MIB,
+        host_budget=TIERS[tier],
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+    ) as run:
+        compaction, engine, storages = run._device._compaction, run._engine, run._clock.storages
+        assert compaction.open(48 * MIB, torch.accelerator.current_stream())
+        tensors = [torch.ones(3 * MIB, device=DEVICE) for _ in range(4)]
+        managed = [storages.find(tensor.untyped_storage()) for tensor in tensors]
+        with engine.lock:
+            for each in managed[::2]:
+                engine.evict(each, release=True)
+            assert compaction.make_holes(engine, [24 * MIB], may_leave=True)
+        assert [each.state for each in managed] == [AWAY, RESIDENT, AWAY, RESIDENT]
+        assert all((tensor == 1).all() for tensor in tensors)
 
 
 def test_a_kernel_has_a_large_block_where_it_leaves_most_room_for_another() -> None:
