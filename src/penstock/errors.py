@@ -22,11 +22,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+_OSError = TypeVar("_OSError", bound=OSError)
 
 
 def installing(extra: str) -> str:
     """What installs an extra: nothing is released, so that it comes from a clone."""
     return f"pip install '.[{extra}]' in your clone of penstock"
+
+
+def with_errno(error: _OSError, number: int | None) -> _OSError:
+    """The error, with the system's number of the reason."""
+    error.errno = number
+    return error
 
 
 class PenstockError(Exception):

@@ -17,7 +17,11 @@ from penstock import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "troubleshooting").glob("*.md"))
-OURS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and name != "Sequence"}
+OURS = {
+    name
+    for name, kind in vars(errors).items()
+    if inspect.isclass(kind) and kind.__module__ == errors.__name__
+}
 # What PyTorch, safetensors, the system and libraries of processes say.
 OF_OTHERS = {
     "one of the variables needed for gradient computation has been modified by an inplace operation: …",

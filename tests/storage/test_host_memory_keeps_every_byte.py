@@ -107,7 +107,7 @@ def test_memory_that_the_system_refuses_is_no_place(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with SpillSpace(tmp_path, host_bytes=CAPACITY) as space:
-        monkeypatch.setattr(host_memory, "_populate", refuse)
+        monkeypatch.setattr(host_memory, "advise", lambda *_: errno.ENOMEM)
         assert space.try_allocate_host(PAGE) is None
         monkeypatch.undo()
         assert space.try_allocate_host(PAGE) is not None
@@ -118,10 +118,7 @@ def test_memory_that_the_system_refuses_is_no_place(tmp_path: Path, monkeypatch:
 
 
 def test_older_systems_take_it_in_small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr(host_memory, "_populate", unknown)
+    monkeypatch.setattr(host_memory, "advise", lambda *_: errno.EINVAL)
     data = random.Random(1).randbytes(MIB)
     with SpillSpace(tmp_path, host_bytes=CAPACITY) as space:
         extent = space.try_allocate_host(MIB)

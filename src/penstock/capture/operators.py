@@ -8,7 +8,18 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees each operator once, compiled or not."""
+
+    supports_higher_order_operators = True  # such as a compiled region, which is one kernel
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
 
 # Operators that ask for metadata only, or tell an allocator or a profiler something.
 _NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
@@ -197,3 +208,18 @@ def written_tensors(
     """The tensors among the arguments that the operator writes to."""
     for position, name in operator.written:
         yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+
+
+@cache
+def out_overloads(operator: Any) -> list[tuple[torch._ops.OpOverload, str]]:
+    """The overloads with the same arguments that write to one more, each with the name of that one."""
+    wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    found = []
+    for name in operator.overloadpacket.overloads():
+        overload = getattr(operator.overloadpacket, name)
+        arguments = overload._schema.arguments
+        others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        out = [argument.name for argument in arguments if argument.is_out]
+        if len(out) == 1 and others == wanted:
+            found.append((overload, out[0]))
+    return found

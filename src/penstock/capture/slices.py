@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.capture.operators import LIST_PREFIXES, base_name, describe
+from penstock.capture.operators import LIST_PREFIXES, base_name, describe, out_overloads
 
 # A slice takes as much as the largest element alone has to, so that no budget needs more for the others;
 # within these bounds, of all tensors of a slice together, those that it makes too.
@@ -256,19 +256,8 @@ def _writing_form(
         if not kept or given.pop("device", first.device) != first.device or given:
             return None
         return torch.ops.aten.copy_.default, dtype
-    if (overload := _out_overload(operator)) is None:
+    overload = next((each for each, name in out_overloads(operator) if name == "out"), None)
+    if overload is None:
         return None
     sample = operator(*_segment(list(args), 0, 0), **kwargs)  # of no elements: which type they have
     return overload, (sample[0] if isinstance(sample, list) else sample).dtype
-
-
-@cache
-def _out_overload(operator: Any) -> Any:
-    """The overload with the same arguments that writes to `out`."""
-    wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
-    for name in operator.overloadpacket.overloads():
-        overload = getattr(operator.overloadpacket, name)
-        arguments = [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
-        if arguments[:-1] == wanted and arguments[-1:] and arguments[-1][0] == "out":
-            return overload
-    return None

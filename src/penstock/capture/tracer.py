@@ -19,12 +19,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import _foreach_supported_types as optimized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as listed
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from penstock.capture import slices
 from penstock.capture.datasheets import DATA_SHEETS
-from penstock.capture.operators import describe, gives_the_same_bits, tensors_in, written_tensors
+from penstock.capture.operators import (
+    OperatorMode,
+    describe,
+    gives_the_same_bits,
+    tensors_in,
+    written_tensors,
+)
 from penstock.capture.phases import ACTIVATION, BACKWARD, FORWARD, INPUT, Phases
 from penstock.capture.recorder import SMALLEST_MOVABLE_BYTES, KernelRecord, TensorRecord, make_trace
 from penstock.capture.regions import compiled_regions_visible, region_inputs
@@ -69,7 +74,7 @@ class _Watch(weakref.ref):  # type: ignore[type-arg]
         return range(self.tensor, self.tensor + len(self.part_bytes))
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(OperatorMode):
     """Records every kernel that runs while it is entered, and the life of every storage.
 
     driver     of the accelerator that kernels are executed on: each is waited for. None: there is none, or
@@ -81,12 +86,6 @@ class Tracer(TorchDispatchMode):
     divided    sizes of the tensors that are divided into parts: those of large weights. None: none is, as on
                a device that empties whole storages
     """
-
-    supports_higher_order_operators = True  # such as a compiled region, which is one kernel
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(
         self,

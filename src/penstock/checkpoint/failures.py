@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.errors import CheckpointError, InvalidCheckpoint
+from penstock.errors import CheckpointError, InvalidCheckpoint, with_errno
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 TIMEOUT_S = 120.0  # the longest wait for a transfer to end: then the disk hangs
@@ -76,8 +76,7 @@ def _failed(what: str, offset: int | None, tensors: str, error: OSError, remedy:
     where = "" if offset is None else f" at byte {offset}"
     whose = f" ({tensors})" if tensors else ""
     failed = CheckpointError(f"{what}{where}{whose}: {error.strerror}. {remedy}")
-    failed.errno = error.errno
-    return failed
+    return with_errno(failed, error.errno)
 
 
 def _free(path: Path) -> str:

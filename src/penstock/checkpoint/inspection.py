@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.checkpoint.failures import cannot_write
 from penstock.checkpoint.header import DEVICES, FOR_TORCH
 from penstock.checkpoint.listing import referring_to
 from penstock.checkpoint.remote import ObjectPath
-from penstock.checkpoint.replace import Replacement
+from penstock.checkpoint.replace import replacing
 from penstock.checkpoint.source import PathLike, Source, place_of
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import InvalidArgument
 from penstock.storage.objects import is_object_url
 
 _OWN_SUFFIXES = (".safetensors",)
@@ -176,32 +175,16 @@ def _download(source: Source, path: Path) -> None:
     """Copy an object to a file as it is, whole or not at all. Raises CheckpointError."""
     from penstock.checkpoint import reading
 
-    committed = False
-    try:
-        with Replacement(path, source.size_bytes) as replacement:
-            reading.copy_to(source, replacement.file.buffered)
-            try:
-                replacement.commit(source.size_bytes)
-            finally:
-                committed = replacement.committed
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise cannot_write(path, error, source.size_bytes, None, committed) from error
+    with replacing(path, source.size_bytes, source.size_bytes) as replacement:
+        reading.copy_to(source, replacement.file.buffered)
+        replacement.commit(source.size_bytes)
 
 
 def _save_torch(state: Any, path: Path, tensor_bytes: int) -> None:
     """torch.save, whole or not at all. Raises CheckpointError."""
     import torch
 
-    committed = False
-    try:
-        with Replacement(path, 0) as replacement:
-            with os.fdopen(os.dup(replacement.file.buffered), "wb") as file:
-                torch.save(state, file)
-            try:
-                replacement.commit(os.fstat(replacement.file.buffered).st_size)
-            finally:
-                committed = replacement.committed
-    except OSError as error:
-        raise cannot_write(path, error, tensor_bytes, None, committed) from error
+    with replacing(path, 0, tensor_bytes) as replacement:
+        with os.fdopen(os.dup(replacement.file.buffered), "wb") as file:
+            torch.save(state, file)
+        replacement.commit(os.fstat(replacement.file.buffered).st_size)

@@ -20,7 +20,13 @@ from penstock.checkpoint.matching import Match, Pair
 from penstock.checkpoint.pieces import within_budget
 from penstock.checkpoint.reading import Mappings, is_on_host
 from penstock.checkpoint.source import PathLike, Source
-from penstock.errors import CheckpointError, DeviceUnavailable, InvalidArgument, InvalidCheckpoint
+from penstock.errors import (
+    CheckpointError,
+    DeviceUnavailable,
+    InvalidArgument,
+    InvalidCheckpoint,
+    with_errno,
+)
 from penstock.options import IoOptions
 
 logger = logging.getLogger("penstock")
@@ -196,9 +202,7 @@ def fill_pairs(
     except CheckpointError as error:
         names = shown(list(overwritten))
         what = f"Overwritten until then: {names}." if names else "Nothing was overwritten."
-        extended = type(error)(f"{error} {what}")
-        extended.errno = error.errno
-        raise extended from error
+        raise with_errno(type(error)(f"{error} {what}"), error.errno) from error
     for pair in rest:
         _copy(pair)
 

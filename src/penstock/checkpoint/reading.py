@@ -7,7 +7,6 @@ that what is read goes straight there.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import mmap
@@ -27,13 +26,19 @@ from penstock.checkpoint.tensors import DTYPES
 from penstock.checkpoint.tree import unflatten
 from penstock.errors import InvalidCheckpoint
 from penstock.machine import lines
-from penstock.storage.aligned import AlignedBuffer, address_of, align_down, align_up, view_at
+from penstock.storage.aligned import (
+    MADV_POPULATE_READ,
+    MADV_POPULATE_WRITE,
+    AlignedBuffer,
+    address_of,
+    advise,
+    align_down,
+    align_up,
+    view_at,
+)
 from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.threads import ThreadPool, in_order, in_parallel
 from penstock.storage.transfer import Transfer
-
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-_library = ctypes.CDLL(None, use_errno=True)
 
 # Where the bytes of a tensor, given by its index in `Source.entries`, are wanted: one-dimensional bytes
 # without gaps, on any device, or None where they are only to be verified. Called from several threads, not
@@ -149,11 +154,7 @@ def copy_to(source: Source, descriptor: int) -> None:
     Raises as `fill`, and OSError where it cannot be written.
     """
     (volume,) = source.volumes
-    checksums, pool = Checksums(source.header.entries), BufferPool()
-
-    def take(_: Piece) -> tuple[int, object]:
-        buffer = pool.take()
-        return buffer.address, buffer
+    checksums = Checksums(source.header.entries)
 
     def use(piece: Piece, address: int) -> None:
         for part in piece.parts:
@@ -162,7 +163,7 @@ def copy_to(source: Source, descriptor: int) -> None:
         write_fully(descriptor, view_at(address, piece.end - piece.offset, writable=False), piece.offset)
 
     write_fully(descriptor, memoryview(source.raw_header()), 0)
-    _read(source, _pieces(volume), take, use, pool.give)
+    _read_through(BufferPool(), source, _pieces(volume), use)
     _raise_damaged(source, checksums.damaged())
 
 
@@ -239,13 +240,7 @@ def _fill(
     if mapped is not None:
         (in_parallel if on_host else in_order)(bring_in, pieces)
     else:
-        pool = BufferPool(pinned=not on_host)
-
-        def take(_: Piece) -> tuple[int, object]:
-            buffer = pool.take()
-            return buffer.address, buffer
-
-        _read(source, pieces, take, use, pool.give)
+        _read_through(BufferPool(pinned=not on_host), source, pieces, use)
     if verify:
         _raise_damaged(source, checksums.damaged(volume.indexes))
 
@@ -271,6 +266,18 @@ def _copy(part: Part, address: int, begin: int, to: torch.Tensor | None) -> int:
     with torch.no_grad():
         to[begin : begin + part.size_bytes].copy_(host_bytes(address, part.size_bytes))
     return crc32c_at(address, part.size_bytes)
+
+
+def _read_through(
+    pool: BufferPool, source: Source, pieces: Iterator[Piece], use: Callable[[Piece, int], None]
+) -> None:
+    """As `_read`, into the pool's buffers."""
+
+    def take(_: Piece) -> tuple[int, object]:
+        buffer = pool.take()
+        return buffer.address, buffer
+
+    _read(source, pieces, take, use, pool.give)
 
 
 def _read(
@@ -343,7 +350,7 @@ class OwnMemory(AlignedBuffer):
 
     def touch(self, begin: int, end: int) -> None:
         """Have the kernel bring in the pages of [begin, end) now, by one call without the GIL."""
-        _populate(self.address, begin, end, _MADV_POPULATE_WRITE)  # where it fails, the first use does it
+        _populate(self.address, begin, end, MADV_POPULATE_WRITE)  # where it fails, the first use does it
 
     def part(self, begin: int, end: int) -> memoryview:
         """The bytes [begin, end). When nothing uses them any more, their pages are given back, and
@@ -375,7 +382,7 @@ class MappedFile:
     def populate(self, begin: int, end: int) -> None:
         """Bring the bytes in. Raises OSError where touching them would end the process."""
         # EINVAL is of a kernel that does not know the advice.
-        if _populate(self.address, begin, end, _MADV_POPULATE_READ) not in (0, errno.EINVAL):
+        if _populate(self.address, begin, end, MADV_POPULATE_READ) not in (0, errno.EINVAL):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def release_pages(self, begin: int, end: int) -> None:
@@ -403,14 +410,13 @@ class Mappings:
 def _release_pages(begin: int, end: int) -> None:
     low, high = align_up(begin, mmap.PAGESIZE), align_down(end, mmap.PAGESIZE)
     if low < high:
-        _library.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+        advise(low, high - low, mmap.MADV_DONTNEED)
 
 
 def _populate(address: int, begin: int, end: int, advice: int) -> int:
     """Bring in the pages of [begin, end) from the address on. Returns 0, or an errno."""
     low, high = align_down(begin, mmap.PAGESIZE), align_up(end, mmap.PAGESIZE)
-    failed = _library.madvise(ctypes.c_void_p(address + low), ctypes.c_size_t(high - low), advice)
-    return ctypes.get_errno() if failed else 0
+    return advise(address + low, high - low, advice)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

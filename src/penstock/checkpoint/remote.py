@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import CheckpointError, InvalidArgument, with_errno
 from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.objects import Bucket, ObjectError
@@ -151,8 +151,5 @@ def no_io_paths(path: ObjectPath, io: IoOptions | None) -> None:
 
 
 def failed(error: ObjectError, more: str = "") -> CheckpointError:
-    found = CheckpointError(
-        " ".join(filter(None, (f"checkpoint {error.strerror}.", _REMEDIES.get(error.errno or 0, ""), more)))
-    )
-    found.errno = error.errno
-    return found
+    said = f"checkpoint {error.strerror}.", _REMEDIES.get(error.errno or 0, ""), more
+    return with_errno(CheckpointError(" ".join(filter(None, said))), error.errno)

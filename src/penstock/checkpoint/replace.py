@@ -10,11 +10,13 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock._native import Descriptor
+from penstock.checkpoint.failures import cannot_write
 from penstock.core.files import lock, remove_unlocked, sync_folder
+from penstock.errors import CheckpointError
 from penstock.storage import files
 
 # Errors of operations that a system or file system does not support.
@@ -24,6 +26,24 @@ _SUFFIX = ".penstock"
 _TOKEN_BYTES = 8
 _NAME_BYTES = 255 - len(f"..{_SUFFIX}") - 2 * _TOKEN_BYTES  # most that are left of the file's own name
 _HIDDEN = re.compile(rb"\.(.*)\.[0-9a-f]{%d}%s" % (2 * _TOKEN_BYTES, re.escape(_SUFFIX).encode()), re.DOTALL)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, size_bytes: int, needed_bytes: int) -> Iterator[Replacement]:
+    """A `Replacement`, whose errors, and those of the system in the context, are CheckpointErrors.
+
+    needed_bytes   of the new file, for messages
+    """
+    replacement = None
+    try:
+        with Replacement(path, size_bytes) as replacement:
+            yield replacement
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if replacement is None:
+            raise cannot_write(path, error, needed_bytes) from error
+        raise cannot_write(replacement.path, error, needed_bytes, None, replacement.committed) from error
 
 
 class Replacement(files.Closing):

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock._native import Descriptor
 from penstock.checkpoint.failures import cannot_read, os_error, shown
 from penstock.checkpoint.header import Entry, Header, decode, header_bytes
 from penstock.checkpoint.pieces import io_path
 from penstock.checkpoint.remote import ObjectPath, OpenObject
-from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
+from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint, with_errno
 from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.objects import is_object_url
@@ -53,24 +51,14 @@ def place_of(place: PathLike) -> Path | ObjectPath:
     return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place)
 
 
-def _open_regular(path: Path, flags: int = 0) -> tuple[Descriptor, int]:
-    """The file at ``path``, and its size. Raises OSError where it is something else."""
-    descriptor = Descriptor(path, flags | os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
-    status = os.fstat(descriptor.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        descriptor.close()
-        raise os_error(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL)
-    os.set_blocking(descriptor.fileno(), True)
-    return descriptor, status.st_size
-
-
 class _OpenPath(files.Closing):
     """A file that is read. One that replaces it meanwhile is not seen. Raises CheckpointError."""
 
     def __init__(self, path: Path, io: IoOptions | None, follow_links: bool) -> None:
         self._path, self._io = path, io
         try:
-            descriptor, self.size_bytes = _open_regular(path, 0 if follow_links else os.O_NOFOLLOW)
+            descriptor = files.open_regular(path, 0 if follow_links else os.O_NOFOLLOW)
+            self.size_bytes = os.fstat(descriptor.fileno()).st_size
             self.opened = files.from_descriptor(descriptor, os.fspath(path))
         except OSError as error:
             raise cannot_read(path, error) from error
@@ -195,8 +183,7 @@ class Source(files.Closing):
         except CheckpointError as error:
             problem = os.strerror(error.errno) if error.errno else "it is damaged"
             not_whole = self._not_whole(wanted, f"lie in {path}, which cannot be read ({problem})")
-            not_whole.errno = error.errno
-            raise not_whole from error
+            raise with_errno(not_whole, error.errno) from error
         if all(entry.sum64 is None for entry in held):  # it was converted: the rest says enough
             wanted = [entry._replace(sum64=None) for entry in wanted]
         if missing := [entry for entry in wanted if entry not in held]:

@@ -126,7 +126,7 @@ def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
     Raises DistributedError where a rank sends something else.
     """
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = dist.distributed_c10d._get_object_coll_device(group)
     told = msgspec.msgpack.encode(value)[:_MOST_BYTES].ljust(_MOST_BYTES, _UNUSED)
     own = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -21,11 +21,10 @@ import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.eval_frame import skip_code
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import _native
 from penstock.capture import slices
-from penstock.capture.operators import describe, gives_the_same_bits, storages_in
+from penstock.capture.operators import OperatorMode, describe, gives_the_same_bits, storages_in
 from penstock.capture.phases import ACTIVATION, GRADIENT, OPTIMIZER_STATE, WEIGHT, Phases
 from penstock.capture.regions import region_inputs
 from penstock.capture.slices import extent, run_in_parts
@@ -56,17 +55,11 @@ from penstock.runtime.torch_patches import (
 from penstock.runtime.variants import AS_TRACED, Variants, run_as
 
 
-class Clock(TorchDispatchMode):
+class Clock(OperatorMode):
     """Carries out a schedule while kernels run, and enforces the budget where none is followed.
 
     native   counts kernels and operators of this step, and the seconds that the clock took for them
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.capture.datasheets import DATA_SHEETS
+from penstock.capture.operators import OperatorMode
 from penstock.capture.tracer import FakeTensorMode, trace
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -363,14 +364,8 @@ def data_sheet(device: torch.device) -> str:
 # -- what parts cannot give ------------------------------------------------------------------------
 
 
-class OperatorFinder(TorchDispatchMode):
+class OperatorFinder(OperatorMode):
     """Notes what ``look`` finds in the operators of forward, while it is entered."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, look: Callable[[Any, Mapping[str, Any], Any], Iterable[str]]) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.capture.operators import tensors_in
+from penstock.capture.operators import out_overloads, tensors_in
 from penstock.errors import PenstockError
 from penstock.runtime.storages import DROPPED, ManagedStorage
 
@@ -231,14 +231,9 @@ def _writer(operator: torch._ops.OpOverload, device_type: str) -> Writer | None:
         return _clamped
     if len(operator._schema.returns) != 1:
         return None
-    wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
-    for name in operator.overloadpacket.overloads():
-        overload = getattr(operator.overloadpacket, name)
-        arguments = overload._schema.arguments
-        out = [argument.name for argument in arguments if argument.is_out]
-        others = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-        if len(out) == 1 and others == wanted and _has_kernel(overload, device_type):
-            return functools.partial(_written, overload, out[0])
+    for overload, out in out_overloads(operator):
+        if _has_kernel(overload, device_type):
+            return functools.partial(_written, overload, out)
     return None
 
 

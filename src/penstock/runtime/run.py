@@ -7,7 +7,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from penstock.runtime.step_planner import StepKind
 from penstock.runtime.steps import StepKinds
 from penstock.runtime.storages import AWAY, DROPPED, ManagedStorage
 from penstock.storage.costs import Tables
+from penstock.storage.files import Closing
 from penstock.storage.rounds import ChoiceReport
 from penstock.storage.spill import SpillSpace
 from penstock.units import counted, format_bytes, parse_bytes, parse_endurance
@@ -49,7 +49,7 @@ from penstock.units import counted, format_bytes, parse_bytes, parse_endurance
 logger = logging.getLogger("penstock")
 
 
-class Offload:
+class Offload(Closing):
     """PyTorch running inside a budget. Made by `offload`; a context manager.
 
     trace      the iteration as last recorded, None before the first step
@@ -545,14 +545,6 @@ class Offload:
                 raise
             other._clock.stop()
         other._bring_back()
-
-    def __enter__(self) -> Offload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else counted(self._steps, "step")

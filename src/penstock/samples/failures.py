@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.errors import SampleError
+from penstock.errors import SampleError, with_errno
 from penstock.samples.layout import DIRECTORY, data_file_name
 from penstock.samples.manifest import AGAIN
 from penstock.storage.nvme.namespace import TargetError
@@ -57,12 +57,13 @@ class Failure(NamedTuple):
 def cannot_open(path: str | Path, error: OSError) -> SampleError:
     """The store, or its file, at ``path`` could not be opened."""
     remedy = _REMEDIES.get(error.errno or 0, _DISK)
-    return _with_errno(f"{path} cannot be opened: {error.strerror or error}. {remedy}", error.errno)
+    failure = SampleError(f"{path} cannot be opened: {error.strerror or error}. {remedy}")
+    return with_errno(failure, error.errno)
 
 
 def from_target(error: TargetError, remedy: str = "") -> SampleError:
     """A drive of another machine could not be used."""
-    return _with_errno(f"{error}. {remedy}" if remedy else str(error), error.errno)
+    return with_errno(SampleError(f"{error}. {remedy}" if remedy else str(error)), error.errno)
 
 
 def disk_failure(error_number: int) -> tuple[str, str]:
@@ -91,13 +92,6 @@ def cannot_read(
         text = f"{place.path_of(DIRECTORY)} gives {whose} a place that cannot be. {AGAIN}"
     else:
         reason, remedy = place.read_failure(failure.error_number)
-        if failure.error_number in LOST:
-            return _with_errno(f"{whose} cannot be read at {where}: {reason}. {remedy}", failure.error_number)
-        text = f"{whose} cannot be read at {where}: {reason}. {remedy}; {_LEAVE_OUT}"
-    return _with_errno(text, failure.error_number or None)
-
-
-def _with_errno(text: str, error_number: int | None) -> SampleError:
-    error = SampleError(text)
-    error.errno = error_number
-    return error
+        text = f"{whose} cannot be read at {where}: {reason}. {remedy}"
+        text += "" if failure.error_number in LOST else f"; {_LEAVE_OUT}"
+    return with_errno(SampleError(text), failure.error_number or None)

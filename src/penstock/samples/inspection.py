@@ -410,7 +410,7 @@ def _cached(files: Sequence[StoreFile], seed: int) -> float | None:
         return None
     sizes = np.array([os.fstat(descriptor).st_size for descriptor in descriptors])
     ends = np.cumsum(sizes)
-    if not hasattr(os, "RWF_NOWAIT") or not len(sizes) or not ends[-1]:
+    if not len(sizes) or not ends[-1]:
         return None
     for descriptor in descriptors:  # nor more than them
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

@@ -33,6 +33,9 @@ LARGE_LENGTH = (1 << LENGTH_BITS) - 1  # an entry of this length has its true on
 LARGEST_NAME_BYTES = (1 << 16) - 1
 ANCHOR_NAMES = 16
 PARTITION = re.compile(r"part-(\d{5})-of-(\d{5})")  # the folder of one of several partitions
+# Of a file elsewhere: its partition, if it has several, and what it is called in a folder.
+_UPLOADED = "|".join(map(re.escape, (MANIFEST, *FILES)))
+UPLOADED = re.compile(rf"(?:({PARTITION.pattern})/)?({_UPLOADED}|data-\d{{5}}\.bin)", re.ASCII)
 
 CHUNK_RECORD = np.dtype([("first", "<u8"), ("crc32c", "<u4"), ("reserved", "<u4")])
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from penstock._native import Descriptor
 from penstock.core import files
 from penstock.errors import InvalidFile
 from penstock.samples.layout import data_file_name
+from penstock.storage import files as storage_files
 from penstock.storage.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -141,16 +141,13 @@ class StoreManifest(Sealed, frozen=True, kw_only=True, rename=_IN_THE_FILE):
 
 
 def open_regular(path: Path) -> Descriptor:
-    """The regular file at ``path``, for reading. Pipes and devices are refused.
-
-    Raises OSError as os.open does, InvalidFile for what is no regular file.
-    """
-    descriptor = Descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
-        descriptor.close()
-        raise InvalidFile(f"{path} is not a regular file. {AGAIN}")
-    os.set_blocking(descriptor.fileno(), True)
-    return descriptor
+    """As `penstock.storage.files` does, but InvalidFile for what is no regular file."""
+    try:
+        return storage_files.open_regular(path)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EINVAL):
+            raise
+        raise InvalidFile(f"{path} is not a regular file. {AGAIN}") from error
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from penstock.samples.manifest import (
     open_regular,
     reading,
 )
+from penstock.storage.aligned import MADV_POPULATE_READ, advise
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.files import OpenFile, from_descriptor
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _SLICE_BYTES = 32 << 20  # what one thread verifies at a time
-_MADV_POPULATE_READ = 22  # Linux 5.14
 
 _library = ctypes.CDLL(None, use_errno=True)
 _library.mmap.restype = ctypes.c_void_p
@@ -82,7 +82,7 @@ def mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
     """Map a file. Unlike Python's own mmap it does not keep the file open: there can be many files."""
     if size_bytes == 0:
         return np.empty(0, np.uint8)
-    if ahead and hasattr(os, "posix_fadvise"):
+    if ahead:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
     address = _library.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
@@ -94,8 +94,7 @@ def mapped(descriptor: int, size_bytes: int, ahead: bool) -> Bytes:
 
 def populate_pages(address: int, size_bytes: int, path: str) -> None:
     """Populate a mapping by one system call. It fails on an I/O error, where an access would raise SIGBUS."""
-    arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ
-    if _library.madvise(*arguments) and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+    if advise(address, size_bytes, MADV_POPULATE_READ) not in (0, errno.EINVAL, errno.ENOSYS):
         error = OSError(errno.EIO, os.strerror(errno.EIO))
         raise cannot_open(path, error) from error
 

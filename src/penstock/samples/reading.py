@@ -260,5 +260,5 @@ def _copy_threads(wanted: int | None) -> int:
     """Besides the one that assembles, on a machine of few cores others only take its time."""
     if wanted is not None:
         return wanted
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return 0 if cores <= 2 else min(_MOST_COPY_THREADS, cores // 2)

@@ -449,5 +449,4 @@ def _after_fork() -> None:
         store._reading.after_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

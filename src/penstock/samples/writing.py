@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from penstock import _native
 from penstock.core.files import sync_folder
-from penstock.errors import SampleError
+from penstock.errors import SampleError, with_errno
 from penstock.samples import layout, progress
 from penstock.samples.builder import Block, Pieces, joined, lookup_of, with_lengths
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest
@@ -349,5 +349,4 @@ def _explained(folder: Path, done: Packing) -> Iterator[None]:
         explained = SampleError(
             f"{text}pack again with the same arguments: it goes on after {done.samples} samples"
         )
-        explained.errno = error.errno
-        raise explained from error
+        raise with_errno(explained, error.errno) from error

@@ -7,13 +7,15 @@ import ctypes
 import mmap
 
 HUGE_PAGE_BYTES = 2 << 20
-_MAP_NORESERVE = 0x4000  # <linux/mman.h>; Python has no name for it, nor for the next
+_MAP_NORESERVE = 0x4000  # <linux/mman.h>; Python has no name for it, nor for the next ones
 MADV_WIPEONFORK = 18
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 _PYBUF_READ, _PYBUF_WRITE = 0x100, 0x200
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
+_library = ctypes.CDLL(None, use_errno=True)
 
 
 def align_down(value: int, alignment_bytes: int) -> int:
@@ -30,6 +32,12 @@ def view_at(address: int, size_bytes: int, writable: bool) -> memoryview:
     """The bytes at ``address``. The caller keeps the memory alive while the view is used."""
     view: memoryview = _memory_view(address, size_bytes, _PYBUF_WRITE if writable else _PYBUF_READ)
     return view
+
+
+def advise(address: int, size_bytes: int, advice: int) -> int:
+    """Tell the kernel how whole pages are used, without the GIL. Returns 0, or an errno."""
+    failed = _library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice)
+    return ctypes.get_errno() if failed else 0
 
 
 def address_of(mapping: mmap.mmap) -> int:

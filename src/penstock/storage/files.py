@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Callable
 from typing import TypeVar
@@ -81,6 +82,18 @@ class OpenFile(Closing):
         self.file = self.file._replace(buffered=-1, direct=-1)
         for descriptor in self._owned:
             descriptor.release()
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> Descriptor:
+    """The regular file at ``path``, for reading. Raises OSError: EISDIR or EINVAL for anything else."""
+    descriptor = Descriptor(path, flags | os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
+    mode = os.fstat(descriptor.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        descriptor.close()
+        error_number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(error_number, os.strerror(error_number), os.fspath(path))
+    os.set_blocking(descriptor.fileno(), True)
+    return descriptor
 
 
 def from_descriptor(descriptor: Descriptor, name: str | None = None) -> OpenFile:

@@ -10,9 +10,9 @@ import os
 import platform
 
 from penstock._native import Descriptor
-from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull, with_errno
 from penstock.machine import available_bytes, node_available_bytes
-from penstock.storage.aligned import address_of, align_down
+from penstock.storage.aligned import MADV_POPULATE_WRITE, address_of, advise, align_down
 from penstock.storage.extents import ALIGNMENT_BYTES
 from penstock.storage.files import OpenFile
 from penstock.storage.transfer import File, Transfer
@@ -20,7 +20,6 @@ from penstock.units import format_bytes, share_bytes
 
 STEP_BYTES = 64 << 20
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _MPOL_BIND = 2
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no function for this system call
 
@@ -88,16 +87,19 @@ class HostMemory:
         if size_bytes <= self.size_bytes:
             return
         ahead = min(size_bytes + STEP_BYTES, len(self._mapping) if most_bytes is None else most_bytes)
+        more_bytes = max(ahead, size_bytes) - self.size_bytes
         try:
-            _populate(self._address + self.size_bytes, max(ahead, size_bytes) - self.size_bytes)
+            error_number = advise(self._address + self.size_bytes, more_bytes, MADV_POPULATE_WRITE)
+            if error_number == errno.EINVAL:  # an older kernel: pages are not huge then
+                os.posix_fallocate(self.handle, self.size_bytes, more_bytes)
+            elif error_number:
+                raise OSError(error_number, os.strerror(error_number))
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise self._full(size_bytes, error) from error
-            try:  # an older kernel: pages are not huge then
-                os.posix_fallocate(self.handle, self.size_bytes, max(ahead, size_bytes) - self.size_bytes)
-            except OSError as refused:
-                raise self._full(size_bytes, refused) from refused
-        self.size_bytes = max(ahead, size_bytes)
+            raise SpillSpaceFull(
+                f"{self.place} is full ({error.strerror}): it holds {format_bytes(self.size_bytes)}, and "
+                f"{format_bytes(size_bytes - self.size_bytes)} more are needed. Lower host_budget."
+            ) from error
+        self.size_bytes += more_bytes
 
     def free_bytes(self) -> int:
         return len(self._mapping) - self.size_bytes
@@ -107,19 +109,12 @@ class HostMemory:
             f"the {failed.kind} of {format_bytes(failed.size_bytes)} at offset {failed.offset} of "
             f"{self.place} failed: {os.strerror(failed.error_number)}. Train without host_budget."
         )
-        error.errno = failed.error_number
-        return error
+        return with_errno(error, failed.error_number)
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         self._mapping.close()
         self._open.close()
-
-    def _full(self, size_bytes: int, error: OSError) -> SpillSpaceFull:
-        return SpillSpaceFull(
-            f"{self.place} is full ({error.strerror}): it holds {format_bytes(self.size_bytes)}, and "
-            f"{format_bytes(size_bytes - self.size_bytes)} more are needed. Lower host_budget."
-        )
 
 
 def _bind(address: int, size_bytes: int, node: int) -> None:
@@ -130,8 +125,7 @@ def _bind(address: int, size_bytes: int, node: int) -> None:
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
     words = (ctypes.c_ulong * (node // bits + 1))()
     words[node // bits] = 1 << node % bits
-    _call(
-        "syscall",
+    failed = ctypes.CDLL(None, use_errno=True).syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(address),
         ctypes.c_size_t(size_bytes),
@@ -140,14 +134,5 @@ def _bind(address: int, size_bytes: int, node: int) -> None:
         ctypes.c_ulong(len(words) * bits + 1),  # the kernel leaves out the last one
         ctypes.c_ulong(0),
     )
-
-
-def _populate(address: int, size_bytes: int) -> None:
-    _call("madvise", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
-
-
-def _call(name: str, *arguments: object) -> None:
-    """Call the C library, without the GIL. Raises OSError."""
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
-        error_number = ctypes.get_errno()
-        raise OSError(error_number, os.strerror(error_number))
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

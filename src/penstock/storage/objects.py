@@ -306,8 +306,7 @@ def _after_fork() -> None:
     _starting = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def open_store(url: str, timeout_s: float) -> Any:

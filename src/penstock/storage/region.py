@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 from penstock._native import Descriptor
-from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull, with_errno
 from penstock.options import Directories
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent, Extents, Stripes
 from penstock.storage.files import from_descriptor
@@ -108,8 +108,7 @@ class SpillFile:
             f"spill file in {self.place} failed: {os.strerror(failed.error_number)}. {remedy}, or choose "
             "another spill_dir."
         )
-        error.errno = failed.error_number
-        return error
+        return with_errno(error, failed.error_number)
 
     def close(self) -> None:
         """Free the space. Idempotent."""
@@ -146,8 +145,7 @@ def _unusable(directory: Path, error: OSError) -> SpillError:
         f"tensors cannot be spilled to {directory}: {reason}. Give a spill_dir that is an "
         "existing directory on a local disk, and that you may write to."
     )
-    unusable.errno = error.errno
-    return unusable
+    return with_errno(unusable, error.errno)
 
 
 class Region:

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull, with_errno
 from penstock.options import Directories, Explorers, IoOptions
 from penstock.storage.aligned import align_up
 from penstock.storage.checksum import crc32c_at
@@ -416,8 +416,7 @@ class SpillSpace(Closing):
             f"no transfer to or from {self.place_text} has ended for {format_seconds(self.timeout_s)}: the "
             "disk hangs. Check it (dmesg, smartctl), or choose another spill_dir."
         )
-        error.errno = errno.ETIMEDOUT
-        return error
+        return with_errno(error, errno.ETIMEDOUT)
 
     # -- what the queue asks -------------------------------------------------------------------
 
@@ -427,9 +426,7 @@ class SpillSpace(Closing):
         extent, size_bytes, error_number = transfer.extent, transfer.size_bytes, transfer.error_number
         region = self._regions[extent.space]
         if transfer.abandoned or error_number == errno.EBADF:
-            error = SpillError(str(TransportBroken(error_number)))
-            error.errno = error_number
-            return error
+            return with_errno(SpillError(str(TransportBroken(error_number))), error_number)
         if error_number:
             hung = error_number == errno.ECANCELED and self._queue.hangs
             return self.hang_error() if hung else region.error(transfer.failed or transfer)

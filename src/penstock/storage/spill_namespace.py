@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 
-from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull
+from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull, with_errno
 from penstock.storage.aligned import align_down
 from penstock.storage.extents import ALIGNMENT_BYTES
 from penstock.storage.nvme.contents import HEAD_BYTES, SPILL_MAGIC, in_the_way
@@ -144,5 +144,4 @@ class SpillNamespace:
 
 def _unusable(url: Url, error: TargetError | Held) -> SpillError:
     unusable = SpillError(f"tensors cannot be spilled to {url}: {error}")
-    unusable.errno = getattr(error, "errno", None) or errno.EIO
-    return unusable
+    return with_errno(unusable, getattr(error, "errno", None) or errno.EIO)

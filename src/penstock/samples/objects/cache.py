@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.log import log_once
-from penstock.errors import SampleError
+from penstock.errors import SampleError, with_errno
 from penstock.samples.layout import FILES, data_file_name
 from penstock.samples.places import Bytes, lock_pages, mapped
 from penstock.storage.aligned import align_down, align_up
@@ -117,8 +117,7 @@ class DiskCache:
             failure = SampleError(
                 f"cache_dir={str(self)!r} cannot be used: {why}. {remedy}, or give another folder"
             )
-            failure.errno = error.errno
-            raise failure from error
+            raise with_errno(failure, error.errno) from error
 
     def open(self, manifest: bytes, sizes: Sequence[tuple[int, int]]) -> CachedStore:
         """The folder of the store with this manifest, in use until it is closed.

@@ -17,7 +17,7 @@ from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import layout, progress
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.objects.place import as_sample_errors
-from penstock.samples.objects.upload import NOTE, PART_BYTES, STORE_FILE, manifests, write
+from penstock.samples.objects.upload import NOTE, PART_BYTES, manifests, write
 from penstock.samples.writing import Background
 from penstock.storage.files import Closing
 from penstock.storage.objects import Bucket
@@ -78,7 +78,7 @@ class Sending(Closing):
 
     def _begin(self, note: bytes, overwrite: bool, goes_on: bool) -> None:
         there = self._bucket.listed()
-        ours = [name for name in there if STORE_FILE.fullmatch(name)]
+        ours = [name for name in there if layout.UPLOADED.fullmatch(name)]
         is_same = NOTE in there and bytes(self._bucket.read(NOTE)) == note
         if ours and not is_same and not overwrite:
             whole = any(name.endswith(layout.MANIFEST) for name in ours)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from penstock.errors import InvalidFile, SampleError
+from penstock.errors import InvalidFile, SampleError, with_errno
 from penstock.samples.layout import MANIFEST, data_file_name
 from penstock.samples.manifest import LARGEST_MANIFEST_BYTES, StoreManifest
 from penstock.samples.objects.cache import CachedStore, CacheOptions, DiskCache
@@ -71,9 +71,7 @@ def as_sample_errors() -> Iterator[None]:
             errno.EFBIG: "It is no manifest: give the URL of a store",
         }
         remedy = remedies.get(error.errno or 0, "Look at the server and the network")
-        failure = SampleError(f"{error.strerror}. {remedy}")
-        failure.errno = error.errno
-        raise failure from error
+        raise with_errno(SampleError(f"{error.strerror}. {remedy}"), error.errno) from error
 
 
 class ObjectPlace(Place):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from penstock.errors import InvalidFile, SampleError
-from penstock.samples import layout
 from penstock.samples.failures import cannot_open
-from penstock.samples.layout import MANIFEST
+from penstock.samples.layout import MANIFEST, UPLOADED
 from penstock.samples.manifest import AGAIN, reading
 from penstock.samples.objects.place import as_sample_errors
 from penstock.samples.places import Progress
@@ -18,15 +16,13 @@ from penstock.storage.objects import Bucket
 
 NOTE = "penstock-upload"  # the object that says which store is being uploaded, or packed
 PART_BYTES = 8 << 20
-_FILES = "|".join(map(re.escape, (MANIFEST, *layout.FILES)))
-STORE_FILE = re.compile(rf"(?:{layout.PARTITION.pattern}/)?(?:{_FILES}|data-\d{{5}}\.bin)", re.ASCII)
 
 
 def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, progress: Progress) -> Upload:
     """See `penstock.samples.upload`. A store is whole once its manifests are there, which come last."""
     with as_sample_errors():
         there = bucket.listed()
-        ours = {name: info for name, info in there.items() if STORE_FILE.fullmatch(name)}
+        ours = {name: info for name, info in there.items() if UPLOADED.fullmatch(name)}
         is_here = store.sizes == {name: info.size_bytes for name, info in ours.items()} and all(
             bytes(bucket.read(name)) == store.paths[name].read_bytes() for name in manifests(store.sizes)
         )

@@ -6,7 +6,6 @@ What is read here may come from anybody: nothing is believed before it was compa
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -40,8 +39,6 @@ _RECORD = np.dtype(
 )
 _DONE = struct.Struct("<QII")  # of an extent: its number plus one, its CRC-32C, and one over these
 PROGRESS_RECORD_BYTES = _DONE.size
-_FILES = "|".join(map(re.escape, (layout.MANIFEST, *layout.FILES)))
-_NAME = re.compile(rf"(?:({layout.PARTITION.pattern})/)?({_FILES}|data-\d{{5}}\.bin)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +248,7 @@ def decoded_table(data: bytes, superblock: Superblock, name: str) -> dict[str, d
     partitions: dict[str, dict[str, StoredFile]] = {}
     end = superblock.progress_offset + superblock.progress_bytes
     for offset, size_bytes, crc, reserved, raw in np.frombuffer(data, _RECORD).tolist():
-        match = _NAME.fullmatch(raw.decode("ascii", "replace"))
+        match = layout.UPLOADED.fullmatch(raw.decode("ascii", "replace"))
         if match is None or reserved:
             raise refuse(f"names {raw!r}, which is not a file of a store")
         partition, file_name = match[1] or "", match[4]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock import _native
+from penstock.errors import with_errno
 from penstock.storage.files import Closing
 from penstock.storage.native import NvmeTransport
 from penstock.storage.nvme.keys import FILE_VARIABLE, KEY_VARIABLE, keys_for
@@ -145,9 +146,7 @@ class Namespace(Closing):
         """What to raise for a transfer that has failed."""
         why = self.error_text() or f"{self.url}: {os.strerror(failed.error_number)}"
         what = f"{failed.size_bytes} bytes at {failed.offset} cannot be {_DONE[failed.kind]}"
-        error = TargetError(f"{what}: {why}. {_REMEDIES['lost']}")
-        error.errno = failed.error_number
-        return error
+        return with_errno(TargetError(f"{what}: {why}. {_REMEDIES['lost']}"), failed.error_number)
 
     def _check(self) -> None:
         if not self.is_usable:
