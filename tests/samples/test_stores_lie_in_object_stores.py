@@ -514,11 +514,12 @@ def test_no_choice_of_what_to_keep_fetches_less(tmp_path: Path, seed: int, order
                 int(np.count_nonzero(np.fromfile(path, np.uint8))) for path in tmp_path.rglob("held-*")
             )
             assert held == (limit - small_bytes) // 4096
-            assert fetched[1:] == [4096 * (chunks - held)] * (epochs - 1)
+            # Less where a chunk of the epoch before is still in memory.
+            assert max(fetched[1:]) <= 4096 * (chunks - held)
             # What threads ask for at the moment at which the cache becomes full may find no room.
             assert fetched[0] <= 4096 * (chunks + REQUESTS_AT_ONCE)
             if order == "chunk":
-                assert store.counters()["requests"] == fewest_misses(uses, held)
+                assert store.counters()["requests"] <= fewest_misses(uses, held)
 
 
 def test_stores_that_nobody_uses_make_room_and_nothing_else_does(s3: S3, tmp_path: Path) -> None:
