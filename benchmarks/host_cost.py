@@ -1,4 +1,5 @@
-"""What the runtime costs the host on an accelerator: a kernel and a view where nothing moves, and a copy.
+"""What the runtime costs the host on an accelerator: a kernel and a view where nothing moves, a copy, and a
+kernel of training at half of its memory.
 
     python benchmarks/host_cost.py [--rounds 15]
 
@@ -9,13 +10,22 @@ microseconds above plain PyTorch. The empty mode is what torch itself takes to c
 For copies, one tensor leaves and one comes at each kernel. A copy is over COPY_S after the one before it on
 its stream, and who waits for that sleeps. What it costs is the difference to the same kernels with nothing
 moved, by the clock on the wall and in seconds of the processor.
+
+Training is a GPT's with AdamW, on the emulated device of the tests (tests/device/emu), whose kernels and
+copies do nothing: what a step takes beyond a plain one, for each kernel of the plain one. Nothing goes to
+disk.
+
+But for copies all times are the processor's, on the program's thread: neither what waits counts nor what else
+runs on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import penstock
 from penstock.capture.recorder import make_trace
 from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine
@@ -36,10 +48,19 @@ from penstock.runtime.schedule import Action, Evict, Prefetch, Release, unplanne
 from penstock.runtime.storage_methods import resize
 from penstock.storage.spill import SpillSpace
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support import accelerator  # noqa: E402
+from tests.support.families import _Gpt, _words  # noqa: E402
+from tests.support.runs import ACCELERATED  # noqa: E402
+
 KERNELS = 2000  # a step
 BUDGET_BYTES = 1 << 30
 MOVED, AHEAD = 50, 10  # tensors, and so many kernels ahead of its own each is asked for
 COPY_S = 20e-6  # of 1 MiB over PCIe 5
+HARDWARE = replace(ACCELERATED, device_to_host_bytes_per_s=5e10, host_to_device_bytes_per_s=5e10)
+STEPS, SETTLED = 24, 6  # of training, and the last ones, which are timed
 
 
 class _Stream:
@@ -175,9 +196,9 @@ def views(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def timed(work: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor, y: torch.Tensor) -> float:
-    begun_s = time.perf_counter()
+    begun_s = time.thread_time()
     work(x, y)
-    return (time.perf_counter() - begun_s) / KERNELS * 1e6
+    return (time.thread_time() - begun_s) / KERNELS * 1e6
 
 
 def copies(rounds: int) -> str:
@@ -223,6 +244,79 @@ def copies(rounds: int) -> str:
     return f"copies, {count} of {2 * KERNELS}: +{wall_us:.1f} us, of the processor +{processor_us:.1f}"
 
 
+class Counting(TorchDispatchMode):
+    """kernels   operators that give no view"""
+
+    kernels = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels += not operator.is_view
+        return operator(*args, **(kwargs or {}))
+
+
+def steps_s(step: Callable[[], contextlib.AbstractContextManager[Any]], steps: int = STEPS) -> list[float]:
+    """What the settled steps take."""
+    with torch.device("emu"):
+        model = _Gpt(width=512, heads=8, blocks=6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    took = []
+    for number in range(steps):
+        words = _words(number, 8, 256).to("emu")
+        begun_s = time.thread_time()
+        with step():
+            F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        took.append(time.thread_time() - begun_s)
+    return took[-SETTLED:]
+
+
+def training(rounds: int) -> Iterator[str]:
+    emulated = accelerator.load("emu")
+
+    def in_turn(budget_bytes: int) -> tuple[list[float], penstock.Report]:
+        gc.collect()
+        torch.accelerator.empty_cache()
+        emulated.configure(order="eager", computes=False)
+        with (
+            tempfile.TemporaryDirectory() as place,
+            penstock.offload(
+                device="emu:0",
+                device_budget=budget_bytes,
+                host_budget="2GiB",
+                spill_dir=place,
+                hardware=HARDWARE,
+            ) as run,
+        ):
+            took = steps_s(run.step)
+            return took, run.report()
+
+    emulated.configure(order="eager", computes=False)
+    counted = [Counting(), Counting()]  # the first step makes the optimizer's state
+    in_order = iter(counted)
+    steps_s(lambda: next(in_order), len(counted))
+    kernels = counted[-1].kernels
+    _, report = in_turn(2 << 30)
+    budgets = {"all": 2 << 30, "half": report.peak_bytes // 2}
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, step in (("plain", contextlib.nullcontext), ("empty mode", EmptyMode)):
+            times.setdefault(name, []).extend(steps_s(step))
+        for name, budget_bytes in budgets.items():
+            took, report = in_turn(budget_bytes)
+            times.setdefault(name, []).extend(took)
+    plain_s = statistics.median(times["plain"])
+    yield f"training, {kernels} kernels a step: plain {plain_s * 1e3:.1f} ms"
+    for name, values in times.items():
+        if name != "plain":
+            low, middle, high = (
+                (value - plain_s) / kernels * 1e6
+                for value in (min(values), statistics.median(values), max(values))
+            )
+            yield f"{name}: +{middle:.1f} us a kernel ({low:.1f} to {high:.1f})"
+    yield f"at half, evicted a step: {report.evicted_bytes >> 20} MiB of {report.predicted_peak_bytes >> 20}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -251,12 +345,15 @@ def main() -> None:
                 clock.start()
         plain = statistics.median(times["plain"])
         row = ", ".join(
-            f"{name} +{statistics.median(values) - plain:.2f} (from {min(values) - plain:.2f})"
+            f"{name} +{statistics.median(values) - plain:.2f}"
+            f" ({min(values) - plain:.2f} to {max(values) - plain:.2f})"
             for name, values in times.items()
             if name != "plain"
         )
         print(f"{work.__name__}: plain {plain:.2f} us; {row}")
     print(copies(rounds))
+    for line in training(max(rounds // 5, 1)):
+        print(line)
 
 
 if __name__ == "__main__":
