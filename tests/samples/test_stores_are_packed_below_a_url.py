@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from penstock.samples.sources import Source
 from penstock.storage.objects import Bucket
 from tests.support.object_readers import bits
 from tests.support.object_servers import S3, Proxy, writes
-from tests.support.packing import Listed, Stopped, contents, pack_often, recipe_of, samples_of
+from tests.support.packing import Listed, Stopped, contents, pack_often, samples_of
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
 
@@ -54,8 +55,7 @@ def objects(url: str) -> dict[str, Any]:
 def pack_below(url: str, staging: Path, source: Source | None = None, **options: Any) -> None:
     """Pack with checkpoints at every sample: each data file is sent as soon as it is whole."""
     source = Listed(ITEMS) if source is None else source
-    recipe = recipe_of(source, data_file_bytes=DATA_FILE_BYTES)
-    with Sending(Bucket(url, 6), staging, recipe, overwrite=False, resume=True) as sending:
+    with Sending(Bucket(url, 6), removes_folder=False) as sending:
         pack_often(source, staging, DATA_FILE_BYTES, sending=sending, **options)
 
 
@@ -155,19 +155,16 @@ def test_what_is_not_ours_stays(url: str, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=40))
     there = bucket.listed()
-    for staging in (tmp_path / "another", tmp_path / "staging"):
-        with pytest.raises(
-            SampleError, match=r"holds a part of another store: nothing was written.*overwrite"
-        ):
-            samples.pack(ITEMS[:10], url, staging=staging)
-        assert bucket.listed() == there
+    with pytest.raises(SampleError, match=r"holds a part of another store: nothing was written.*overwrite"):
+        samples.pack(ITEMS[:10], url, staging=tmp_path / "another")
+    assert bucket.listed() == there
     samples.pack(ITEMS[:10], url, staging=tmp_path / "another", overwrite=True)
     assert bytes(bucket.read("mine.txt")) == b"mine"
     with samples.mount(url) as store:
         assert len(store) == 10
     with pytest.raises(SampleError, match="is already a store: nothing was written"):
         samples.pack(ITEMS[:10], url, staging=tmp_path / "another")
-    samples.pack(ITEMS[:20], url, staging=tmp_path / "another", overwrite=True)
+    samples.pack(ITEMS[:20], url, staging=tmp_path / "a third", overwrite=True)
     with samples.mount(url) as store:
         assert len(store) == 20
 
@@ -176,10 +173,88 @@ def test_objects_that_vanish_meanwhile_are_missed(url: str, folder: Path, tmp_pa
     with pytest.raises(Stopped):
         pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=50))
     Bucket(url).delete(["data-00000.bin"])
+    there = Bucket(url).listed()
     with pytest.raises(SampleError, match=r"data-00000.bin, which was sent, is not there.*resume=False"):
         pack_below(url, tmp_path / "staging")
+    assert Bucket(url).listed() == there
     with pytest.raises(SampleError, match="no sample store"):
         samples.mount(url)
+
+
+def test_what_is_refused_has_changed_nothing(url: str, tmp_path: Path) -> None:
+    samples.pack(ITEMS, url, staging=tmp_path / "staging")
+    there = Bucket(url).listed()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.txt").touch()
+    with pytest.raises(InvalidArgument, match=r"holds 'mine.txt', which packing did not write"):
+        samples.pack(ITEMS[:5], url, staging=tmp_path / "mine", overwrite=True)
+    with pytest.raises(Stopped):
+        pack_often(Listed(ITEMS, stop=9), tmp_path / "begun", DATA_FILE_BYTES)
+    with pytest.raises(SampleError, match="was begun with"):
+        samples.pack(ITEMS[:5], url, staging=tmp_path / "begun", overwrite=True)
+    assert Bucket(url).listed() == there
+
+
+def test_another_process_is_refused_and_harms_nothing(url: str, folder: Path, tmp_path: Path) -> None:
+    def look(count: int, size_bytes: int) -> None:
+        if 20 < count < 40:
+            with pytest.raises(SampleError, match="another process is packing into"):
+                pack_below(url, tmp_path / "staging", resume=False)
+
+    pack_below(url, tmp_path / "staging", report=look)
+    assert objects(url) == contents(folder)
+
+
+@pytest.mark.parametrize("empty", range(40, 48))
+def test_a_data_file_that_is_not_full_is_not_sent(url: str, tmp_path: Path, empty: int) -> None:
+    """Samples of no bytes come first where packing goes on."""
+    items = [(name, b"" if empty <= n < empty + 3 else data) for n, (name, data) in enumerate(ITEMS)]
+    with pytest.raises(Stopped):
+        pack_below(url, tmp_path / "staging", Listed(items, stop=empty))
+    pack_below(url, tmp_path / "staging", Listed(items))
+    pack_often(Listed(items), tmp_path / "here", DATA_FILE_BYTES)
+    assert objects(url) == contents(tmp_path / "here")
+
+
+def test_another_machine_does_not_write_there_too(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(platform, "node", lambda: "other")
+        with pytest.raises(Stopped):
+            pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=1))
+    assert list(Bucket(url).listed()) == ["penstock-upload"]
+    with pytest.raises(SampleError, match="holds a part of another store: nothing was written"):
+        pack_below(url, tmp_path / "mine")
+
+    def overwritten(count: int, size_bytes: int) -> None:
+        if count == 40:
+            Bucket(url).write("penstock-upload", b"another machine's")
+
+    Bucket(url).delete(["penstock-upload"])
+    with pytest.raises(SampleError, match="somebody else has begun to write to"):
+        pack_below(url, tmp_path / "mine", report=overwritten)
+    with pytest.raises(SampleError, match="no sample store"):
+        samples.mount(url)
+
+
+def test_what_was_sent_under_another_name_is_missed_at_once(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stopped):
+        pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=50))
+    there = Bucket(url).listed()
+    monkeypatch.setattr(platform, "node", lambda: "a new name")
+    options: dict[str, Any] = {"staging": tmp_path / "staging", "data_file_bytes": DATA_FILE_BYTES}
+    with (
+        Sending(Bucket(url), overwrite=True) as sending,
+        pytest.raises(SampleError, match=r"was sent, is not there any more.*resume=False"),
+    ):
+        pack_often(Listed(ITEMS), tmp_path / "staging", DATA_FILE_BYTES, sending=sending)
+    assert Bucket(url).listed() == there
+    samples.pack(ITEMS, url, resume=False, overwrite=True, **options)
+    with samples.mount(url) as store:
+        assert len(store) == len(ITEMS)
 
 
 def test_places_that_cannot_be_written_are_refused(

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from penstock.checkpoint.pieces import (
 )
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.remote import ObjectPath, no_io_paths
-from penstock.checkpoint.replace import Replacement, replacing
+from penstock.checkpoint.replace import Replacement
 from penstock.checkpoint.source import PathLike, place_of
 from penstock.checkpoint.tensors import Stored
 from penstock.checkpoint.tree import flatten
@@ -176,10 +175,10 @@ def save_now(contents: Contents, path: Path | ObjectPath, io: IoOptions | None) 
         _upload_through(contents, path)
         return
     way = io_path("write", path, contents.size_bytes, io)
-    with _replacing(path, contents) as replacement:
+    with _replacement(path, contents.size_bytes) as replacement:
         background.wait_for(replacement.path)
         _write_through(contents, replacement, way)
-        replacement.commit(contents.size_bytes)
+        _commit(replacement, contents.size_bytes)
 
 
 def save_in_background(
@@ -214,7 +213,7 @@ def _writing(
         contents = held.enter_context(_copied_beside(snapshot, contents, path))
     else:
         held.enter_context(background.room_for(contents.data_bytes))
-    replacement = held.enter_context(_replacing(path, contents))
+    replacement = held.enter_context(_replacement(path, contents.size_bytes))
     if snapshot is not None:
         write = partial(_write_through, contents, replacement, way, snapshot)
     else:
@@ -222,7 +221,7 @@ def _writing(
 
     def write_and_commit() -> None:
         write()
-        replacement.commit(contents.size_bytes)
+        _commit(replacement, contents.size_bytes)
 
     return write_and_commit, replacement.path
 
@@ -235,7 +234,7 @@ def _uploading(contents: Contents, path: ObjectPath, held: contextlib.ExitStack)
         return partial(_upload, held.enter_context(_copied(contents, path)), path)
     contents = held.enter_context(_copied_beside(snapshot, contents, path))
     # Who writes to a tensor waits for a disk, and not for a network.
-    staged = held.enter_context(_replacing(snapshot.folder / path.name, contents))
+    staged = held.enter_context(_replacement(snapshot.folder / path.name, contents.size_bytes))
 
     def upload() -> None:
         _write_through(contents, staged, shared_path(), snapshot)
@@ -256,8 +255,19 @@ def _snapshot(contents: Contents, held: contextlib.ExitStack) -> Snapshot | None
     return snapshot
 
 
-def _replacing(path: Path, contents: Contents) -> AbstractContextManager[Replacement]:
-    return replacing(path, contents.size_bytes, contents.size_bytes)
+def _replacement(path: Path, size_bytes: int) -> Replacement:
+    try:
+        return Replacement(path, size_bytes)
+    except OSError as error:
+        raise cannot_write(path, error, size_bytes) from error
+
+
+def _commit(replacement: Replacement, size_bytes: int) -> None:
+    """Take the old file's place."""
+    try:
+        replacement.commit(size_bytes)
+    except OSError as error:
+        raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
 
 
 # -- the file ---------------------------------------------------------------------------------

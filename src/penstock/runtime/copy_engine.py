@@ -538,6 +538,11 @@ class CopyEngine:
             managed, storage, size_bytes < managed.size_bytes, waits=priority == DEMAND
         ):
             return managed.state == RESIDENT
+        if size_bytes != self._arriving_bytes(
+            managed, priority
+        ):  # its packed bytes left while there was a wait
+            self._device.give_up(managed, storage)
+            return False
         if managed.writing and managed.queued:  # it is needed before it was written
             self._evictions.remove(managed)
             self._stay(managed)
@@ -652,8 +657,8 @@ class CopyEngine:
 
     def free(self, size_bytes: int) -> bool:
         """Let so many bytes leave, and wait until they have. False: nothing more could."""
-        self._device.poll()
         before = self._device.in_memory_bytes()
+        self._device.poll()
         while (left_bytes := before - self._device.in_memory_bytes()) < size_bytes:
             if self.freeing_bytes < size_bytes - left_bytes:
                 self._evict_some(size_bytes - left_bytes)

@@ -92,6 +92,11 @@ class Builder:
         self._build_singles()
         return [*self._closed, self._open_data_file()] if self._file_samples else list(self._closed)
 
+    @property
+    def whole_data_files(self) -> list[tuple[int, int, int]]:
+        """As `data_files`, of those that take no more samples."""
+        return list(self._closed)
+
     def add(self, name: bytes, data: bytes | bytearray | memoryview, label: int = -1) -> None:
         """One sample."""
         if not -1 << 31 <= label < 1 << 31:

@@ -108,10 +108,8 @@ def pack(
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
         )
-    folder = Path(dest)
-    if bucket is not None:
-        folder = staging_folder(bucket.url) if staging is None else Path(staging)
-    elif staging is not None:
+    folder = Path(dest if staging is None else staging)
+    if bucket is None and staging is not None:
         raise InvalidArgument(f"staging={os.fspath(staging)!r} is for objects, and {dest} is a folder")
     _check_outside(source, folder)
     opened = open_source(source, format=format, **(format_options or {}))
@@ -124,6 +122,8 @@ def pack(
             bucket = Bucket(bucket.url_of(name))
         opened = opened.of_rank(rank, world)
         folder = folder / name
+    if bucket is not None and staging is None:
+        folder = staging_folder(bucket.url)
     recipe = Recipe(
         chunk_bytes=chunk_bytes,
         data_file_bytes=data_file_bytes,
@@ -138,13 +138,8 @@ def pack(
     options: dict[str, Any] = {"metadata": described, "resume": resume, "report": progress}
     if bucket is None:
         return pack_source(opened, folder, recipe, overwrite=overwrite, **options)
-    with Sending(bucket, folder, recipe, overwrite=overwrite, resume=resume) as sending:
-        made = pack_source(opened, folder, recipe, sending=sending, **options)
-    with contextlib.suppress(OSError):  # other processes pack there
-        folder.rmdir()
-        if staging is None and world > 1:
-            folder.parent.rmdir()
-    return made
+    with Sending(bucket, overwrite=overwrite, removes_folder=staging is None or world > 1) as sending:
+        return pack_source(opened, folder, recipe, sending=sending, **options)
 
 
 def pack_source(
@@ -166,6 +161,8 @@ def pack_source(
     ):
         if sending is None:
             _warn_if_disk_is_small(writer)
+        else:
+            sending.begin(locked.folder, locked.done)
         data_files = _Packer(source, writer, policy or FlushPolicy(), report).run()
         manifest = writer.finish(data_files, source=source.description, metadata=metadata)
         locked.publish()
@@ -199,6 +196,7 @@ class _Packer:
                 ):
                     self._write_if_due()
         except BaseException:
+            self._writer.break_off()
             if not self._taken_unwritten:
                 with contextlib.suppress(Exception):  # what happened before is what matters
                     self._flush(durable=True)

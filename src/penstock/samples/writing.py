@@ -52,10 +52,14 @@ class Background:
     what      the work, as an error that it is stuck calls it
     waiting   most that may wait
     stuck_s   when to give up
+    progress  a number that changes while the work goes on, if it says so
     """
 
-    def __init__(self, what: str, waiting: int, stuck_s: float = STUCK_S) -> None:
+    def __init__(
+        self, what: str, waiting: int, stuck_s: float = STUCK_S, progress: Callable[[], int] = lambda: 0
+    ) -> None:
         self._what, self._most_waiting, self._stuck_s = what, waiting, stuck_s
+        self._progress = progress
         self._thread = DaemonThreads("penstock-pack")
         self._waiting: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
@@ -81,9 +85,12 @@ class Background:
 
     def _wait(self, most: int) -> None:
         while len(self._waiting) > most:
+            before = self._progress()
             try:
                 self._waiting[0].result(self._stuck_s)
             except WaitedTooLong:
+                if self._progress() != before:
+                    continue
                 raise SampleError(
                     f"{self._what} has made no progress for {self._stuck_s:.0f} s: look after the disk"
                 ) from None
@@ -185,7 +192,15 @@ class StoreWriter(Closing):
         self._sending = sending
         self._kept = [name for name in layout.PACKED_FILES if name != layout.LABELS or done.recipe.classes]
         self._files = _Files(folder, done)
-        self._thread = Background(f"writing to {folder}", _WAITING)
+        self._thread = Background(f"writing to {folder}", _WAITING, progress=self._sent_bytes)
+
+    def _sent_bytes(self) -> int:
+        return 0 if self._sending is None else self._sending.sent_bytes
+
+    def break_off(self) -> None:
+        """Send no more: what is packed goes on another time. Does not wait."""
+        if self._sending is not None:
+            self._sending.break_off()
 
     def put(self, pieces: Pieces, mark: Packing | None = None) -> None:
         """Append the pieces. Waits where much is unwritten.
@@ -254,7 +269,10 @@ class StoreWriter(Closing):
                 for name in set(os.listdir(self.folder)) - {progress.PROGRESS}:
                     os.unlink(self.folder / name)
             (self.folder / progress.PROGRESS).unlink()
-            sync_folder(self.folder)
+            if self._sending is not None and self._sending.removes_folder:
+                self.folder.rmdir()
+            else:
+                sync_folder(self.folder)
             return made
 
     def _lookup(self) -> npt.NDArray[np.uint8]:
@@ -283,7 +301,8 @@ class _Files:
         self._folder = folder
         self.sums = dict(done.files)
         self._open: dict[str, int] = {}
-        self._data = ""  # the data file that is being filled: earlier ones are closed
+        # The data file that is being filled: earlier ones are closed.
+        self._data = max((name for name in done.files if name not in layout.FILES), default="")
 
     def append_data(self, data_file: int, data: npt.NDArray[np.uint8]) -> None:
         name = layout.data_file_name(data_file)

@@ -8,19 +8,20 @@ import platform
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import layout, progress
+from penstock.samples.builder import Builder
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.objects.place import as_sample_errors
 from penstock.samples.objects.upload import NOTE, PART_BYTES, manifests, write
 from penstock.samples.writing import Background
 from penstock.storage.files import Closing
-from penstock.storage.objects import Bucket
+from penstock.storage.objects import Bucket, ObjectInfo
 
 DATA_FILE_BYTES = 1 << 30  # of a store that is packed below a URL, unless told otherwise
 
@@ -49,49 +50,64 @@ def staging_folder(url: str) -> Path:
 class Sending(Closing):
     """Sends the files of one store. A context manager.
 
-    bucket     of the store, or of the partition
-    folder     where packing writes them
-    recipe     of the packing. One with the same recipe and folder goes on
-    overwrite  replace the store that is there
-    resume     go on where sending was interrupted
+    bucket          of the store, or of the partition
+    overwrite       replace the store that is there
+    removes_folder  from which files are sent, once nothing is left in it
+    sent_bytes      so far
 
-    Its functions raise SampleError; so does the constructor, where another store is there.
+    Its functions raise SampleError.
     """
 
-    def __init__(
-        self, bucket: Bucket, folder: Path, recipe: progress.Recipe, *, overwrite: bool, resume: bool
-    ) -> None:
-        self._bucket, self._folder = bucket, folder
+    def __init__(self, bucket: Bucket, *, overwrite: bool = False, removes_folder: bool = True) -> None:
+        self._bucket, self._overwrite = bucket, overwrite
+        self.removes_folder = removes_folder
+        self._folder, self._note = Path(), b""
         self._put: set[str] = set()
         self._sent: list[str] = []
-        self._is_closed = threading.Event()
-        self._thread = Background(f"sending to {bucket}", _WAITING)
-        packing = progress.read(folder) if resume else None
+        self.sent_bytes = 0
+        self._is_broken_off = threading.Event()
+        self._thread = Background(f"sending to {bucket}", _WAITING, progress=lambda: self.sent_bytes)
+
+    def begin(self, folder: Path, done: progress.Packing) -> None:
+        """Send from the folder, which is locked, and where ``done`` is durable. A packing with the same
+        recipe from the same folder goes on.
+
+        Raises SampleError, before anything is changed, where another store is there, or another packing, or
+        not all that was sent.
+        """
+        who = [platform.node(), os.path.realpath(folder), self._bucket.url]
+        self._folder = folder
+        self._note = hashlib.sha256(msgspec.json.encode([who, done.recipe])).digest()[:16]
         with as_sample_errors():
-            goes_on = packing is not None and packing.samples > 0
-            self._begin(self._packing_id(recipe), overwrite, goes_on)
+            there = self._bucket.listed()
+            ours = {name: info for name, info in there.items() if layout.UPLOADED.fullmatch(name)}
+            is_same = NOTE in there and self._is_noted()
+            if (ours or NOTE in there) and not is_same and not self._overwrite:
+                whole = any(name.endswith(layout.MANIFEST) for name in ours)
+                what = "is already a store" if whole else "holds a part of another store"
+                raise SampleError(
+                    f"{self._bucket} {what}: nothing was written. Give another prefix, or replace it with "
+                    "overwrite=True (--overwrite)"
+                )
+            kept = _sent_before(done)
+            for name, size_bytes in kept.items():
+                self._require(name, size_bytes, ours if is_same else {})
+            # What nobody can mount any more may be replaced.
+            self._bucket.delete(manifests(ours))
+            if not is_same:
+                self._bucket.write(NOTE, self._note)
+            self._bucket.delete(ours.keys() - kept.keys())
 
-    def _packing_id(self, recipe: progress.Recipe) -> bytes:
-        """Says whose packing it is."""
-        who = [platform.node(), os.path.realpath(self._folder)]
-        return hashlib.sha256(msgspec.json.encode([who, recipe])).digest()[:16]
+    def _is_noted(self) -> bool:
+        """Whether the objects are those of this packing."""
+        return bytes(self._bucket.read(NOTE)) == self._note
 
-    def _begin(self, note: bytes, overwrite: bool, goes_on: bool) -> None:
-        there = self._bucket.listed()
-        ours = [name for name in there if layout.UPLOADED.fullmatch(name)]
-        is_same = NOTE in there and bytes(self._bucket.read(NOTE)) == note
-        if ours and not is_same and not overwrite:
-            whole = any(name.endswith(layout.MANIFEST) for name in ours)
-            what = "is already a store" if whole else "holds a part of another store"
+    def _require(self, name: str, size_bytes: int, there: Mapping[str, ObjectInfo]) -> None:
+        if name not in there or there[name].size_bytes != size_bytes:
             raise SampleError(
-                f"{self._bucket} {what}: nothing was written. Give another prefix, or replace it with "
-                "overwrite=True (--overwrite)"
+                f"{self._bucket.url_of(name)}, which was sent, is not there any more, or another: pack with "
+                "resume=False"
             )
-        if is_same and goes_on:
-            return
-        self._bucket.delete(manifests(ours))  # what nobody can mount any more may be replaced
-        self._bucket.write(NOTE, note)
-        self._bucket.delete(ours)
 
     def put(self, name: str) -> None:
         """Send a data file that is whole and durable. Waits where others wait."""
@@ -105,26 +121,32 @@ class Sending(Closing):
         return sent
 
     def finish(self, manifest: StoreManifest) -> None:
-        """Send what is left, the manifest last; then the folder is empty, but for what says how to go on."""
+        """Send what is left, the manifest last."""
         self._thread.drain()
         with as_sample_errors():
             there = self._bucket.listed()
-        sizes = manifest.file_sizes
-        for name in set(sizes).difference(os.listdir(self._folder)):
-            if name not in there or there[name].size_bytes != sizes[name]:
-                raise SampleError(
-                    f"{self._bucket.url_of(name)}, which was sent, is not there any more, or another: pack "
-                    "with resume=False"
-                )
-        for name in [*sizes, layout.MANIFEST]:
-            if name not in self._put and (self._folder / name).exists():
+        for name, size_bytes in manifest.file_sizes.items():
+            is_there = name in self._put and name in there and there[name].size_bytes == size_bytes
+            if not (self._folder / name).exists():
+                self._require(name, size_bytes, there)
+            elif not is_there:
                 self._send(name)
+        with as_sample_errors():
+            if NOTE not in there or not self._is_noted():
+                raise SampleError(
+                    f"somebody else has begun to write to {self._bucket}: pack again, elsewhere"
+                )
+        self._send(layout.MANIFEST)
         with as_sample_errors():
             self._bucket.delete([NOTE])
 
+    def break_off(self) -> None:
+        """What is being sent leaves nothing, and what waits is not sent. Does not wait."""
+        self._is_broken_off.set()
+
     def close(self) -> None:
-        """What is being sent is broken off, and leaves nothing. Idempotent."""
-        self._is_closed.set()
+        """Break off what is being sent, and end the thread. Idempotent."""
+        self.break_off()
         self._thread.close()
 
     def _send(self, name: str) -> None:
@@ -139,9 +161,26 @@ class Sending(Closing):
     def _parts(self, path: Path) -> Iterator[bytes]:
         with open(path, "rb") as file:
             while part := file.read(PART_BYTES):
-                if self._is_closed.is_set():
+                if self._is_broken_off.is_set():
                     raise SampleError(f"{path} was not sent to the end")
                 yield part
+                self.sent_bytes += len(part)
+
+
+def _sent_before(done: progress.Packing) -> dict[str, int]:
+    """The data files that are whole and not in the folder any more, and their bytes."""
+    recipe = done.recipe
+    if not done.samples:
+        return {}
+    try:
+        data_files = Builder(recipe.chunk_bytes, recipe.data_file_bytes, done.state).whole_data_files
+    except ValueError:  # of another version: packing says so
+        return {}
+    sizes = {
+        layout.data_file_name(number): chunks * recipe.chunk_bytes
+        for number, (_, chunks, _) in enumerate(data_files)
+    }
+    return {name: size_bytes for name, size_bytes in sizes.items() if name not in done.files}
 
 
 def check_partitions(bucket: Bucket, world: int) -> None:
