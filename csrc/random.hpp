@@ -9,7 +9,7 @@
 #include <initializer_list>
 #include <span>
 
-namespace penstock {
+namespace penstock::samples {
 
 inline constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
 
@@ -80,4 +80,4 @@ class Permutation {
   std::array<std::uint64_t, kRounds> keys_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::samples

@@ -482,7 +482,7 @@ double Search::score(const Current& candidate) const {
   return candidate.verdict.iteration_s + kTraffic * work_s;
 }
 
-double Search::uniform() { return static_cast<double>(draw(seed_, drawn_++) >> 11) * 0x1p-53; }
+double Search::uniform() { return static_cast<double>(samples::draw(seed_, drawn_++) >> 11) * 0x1p-53; }
 
 std::size_t Search::below(std::size_t count) {
   return std::min(static_cast<std::size_t>(uniform() * static_cast<double>(count)), count - 1);
@@ -595,7 +595,7 @@ Found Search::improve(const State& start, const Limits& limits) {
   const std::lock_guard lock(mutex_);
   check(start);
   const auto begun = Clock::now();
-  seed_ = limits.seed * kGolden + 1;
+  seed_ = limits.seed * samples::kGolden + 1;
   drawn_ = 0;
   Found found;
   Current current, trial;
