@@ -533,16 +533,14 @@ class CopyEngine:
         storage = managed.storage()
         if storage is None:
             return True
-        size_bytes = self._arriving_bytes(managed, priority)
-        if not self._device.prepare(
-            managed, storage, size_bytes < managed.size_bytes, waits=priority == DEMAND
-        ):
-            return managed.state == RESIDENT
-        if size_bytes != self._arriving_bytes(
-            managed, priority
-        ):  # its packed bytes left while there was a wait
-            self._device.give_up(managed, storage)
-            return False
+        waits = priority == DEMAND
+        while True:
+            size_bytes = self._arriving_bytes(managed, priority)
+            if not self._device.prepare(managed, storage, size_bytes < managed.size_bytes, waits):
+                return managed.state == RESIDENT
+            if size_bytes == self._arriving_bytes(managed, priority):
+                break
+            self._device.give_up(managed, storage)  # its packed bytes left in a wait
         if managed.writing and managed.queued:  # it is needed before it was written
             self._evictions.remove(managed)
             self._stay(managed)
