@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock import cli, samples
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import progress
-from penstock.samples.objects.packing import Sending, staging_folder
+from penstock.samples.objects.packing import Sending, staging_path
 from penstock.samples.sources import Source
 from penstock.storage.objects import Bucket
 from tests.support.object_readers import bits
@@ -257,6 +258,46 @@ def test_what_was_sent_under_another_name_is_missed_at_once(
         assert len(store) == len(ITEMS)
 
 
+def test_an_interrupt_at_the_end_publishes_nothing(url: str, folder: Path, tmp_path: Path) -> None:
+    def interrupt(count: int, size_bytes: int) -> None:
+        if count == len(ITEMS):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_below(url, tmp_path / "staging", report=interrupt)
+    with pytest.raises(SampleError, match="no sample store"):
+        samples.mount(url)
+    pack_below(url, tmp_path / "staging")
+    assert objects(url) == contents(folder)
+
+
+def test_what_another_version_began_is_left_alone(url: str, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=50))
+    begun, there = progress.read(tmp_path / "staging"), Bucket(url).listed()
+    assert begun is not None
+    replace(begun, state=b"another").save(tmp_path / "staging" / progress.PROGRESS)
+    with pytest.raises(SampleError, match="was begun by another version of penstock"):
+        pack_below(url, tmp_path / "staging")
+    assert Bucket(url).listed() == there
+
+
+def test_the_source_may_be_the_current_folder_but_not_hold_what_waits(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "1.bin").write_bytes(b"one")
+    monkeypatch.chdir(tmp_path / "photos")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "photos"))
+    with pytest.raises(InvalidArgument, match="lies in the source"):
+        samples.pack(".", url)
+    assert [path.name for path in Path().iterdir()] == ["1.bin"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    samples.pack(".", url)
+    with samples.mount(url) as store:
+        assert store.read("1.bin") == b"one"
+
+
 def test_places_that_cannot_be_written_are_refused(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +310,8 @@ def test_places_that_cannot_be_written_are_refused(
     with pytest.raises(InvalidArgument, match="is not a local folder"):
         samples.unpack(url, url)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    staging_folder(url).chmod(0o777)
+    staging_path(url).mkdir()
+    staging_path(url).chmod(0o777)
     with pytest.raises(SampleError, match="is not a private folder of this user: give staging="):
         samples.pack(ITEMS[:1], url)
 

@@ -14,18 +14,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import InvalidArgument, SampleError
+from penstock.errors import InvalidArgument
 from penstock.options import CHUNK_BYTES
 from penstock.samples import layout
 from penstock.samples.builder import Block, Builder, Pieces
 from penstock.samples.manifest import DataFile, StoreManifest
-from penstock.samples.objects.packing import DATA_FILE_BYTES, Sending, check_partitions, staging_folder
+from penstock.samples.objects.packing import (
+    DATA_FILE_BYTES,
+    Sending,
+    check_partitions,
+    make_private,
+    staging_path,
+)
 from penstock.samples.places import Progress, reporter
 from penstock.samples.progress import Packing, Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import RawSample, Source
-from penstock.samples.writing import Packed, StoreWriter
+from penstock.samples.writing import Packed, StoreWriter, restored
 from penstock.storage.nvme.url import is_url
 from penstock.storage.objects import Bucket, was_object_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
@@ -108,22 +114,26 @@ def pack(
         raise InvalidArgument(
             f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
         )
-    folder = Path(dest if staging is None else staging)
     if bucket is None and staging is not None:
         raise InvalidArgument(f"staging={os.fspath(staging)!r} is for objects, and {dest} is a folder")
+    name = layout.partition_name(rank, world) if world > 1 else ""
+    if bucket is not None and staging is None:
+        folder = staging_path(bucket.url_of(name))
+    else:
+        folder = Path(dest if staging is None else staging)
     _check_outside(source, folder)
     opened = open_source(source, format=format, **(format_options or {}))
     if world > 1:
-        name = layout.partition_name(rank, world)
         if bucket is None:
             _check_partitions(folder, world)
         else:
             check_partitions(bucket, world)
             bucket = Bucket(bucket.url_of(name))
         opened = opened.of_rank(rank, world)
-        folder = folder / name
     if bucket is not None and staging is None:
-        folder = staging_folder(bucket.url)
+        make_private(folder)
+    else:
+        folder = folder / name
     recipe = Recipe(
         chunk_bytes=chunk_bytes,
         data_file_bytes=data_file_bytes,
@@ -262,14 +272,7 @@ class _Packer:
         """The samples that are not packed yet. Restores the builder's state."""
         done = self._writer.done
         packed = Packed(self._writer.folder, done)
-        try:
-            self._builder = Builder(self._recipe.chunk_bytes, self._recipe.data_file_bytes, done.state)
-        except ValueError as error:
-            folder = self._writer.folder
-            raise SampleError(
-                f"packing into {folder} was begun by another version of penstock: {error}. "
-                f"Remove {folder}, or pass resume=False to pack it anew"
-            ) from error
+        self._builder = restored(self._writer.folder, done)
         self._size_bytes = self._durable_bytes = done.size_bytes
         names, after = getattr(self._source, "names", None), getattr(self._source, "after", None)
         if callable(names) and callable(after):

@@ -115,9 +115,7 @@ class PackingFolder(NamedTuple):
                 "stores: exchange them yourself, or pack to a new folder"
             ) from error
         try:
-            # The manifest last: what is left by a killed process is then known to be ours.
-            for name in sorted(filter(_ours, os.listdir(self.folder)), key=layout.MANIFEST.__eq__):
-                os.unlink(self.folder / name)
+            empty(self.folder, layout.MANIFEST)
             self.folder.rmdir()
         except OSError as error:
             logger.warning(
@@ -143,6 +141,13 @@ def lock_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) 
             _check_exchange(beside, folder)
             (folder / PROGRESS).unlink(missing_ok=True)  # of a packing that ended: the store is whole
             yield PackingFolder(beside, _prepare(beside, recipe, resume, overwrite), folder)
+
+
+def empty(folder: Path, last: str) -> None:
+    """Remove the files of a store, ``last`` after the others: what is left by a killed process is then known
+    to be ours. Raises OSError."""
+    for name in sorted(filter(_ours, os.listdir(folder)), key=last.__eq__):
+        os.unlink(folder / name)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -28,7 +28,7 @@ from penstock import _native
 from penstock.core.files import sync_folder
 from penstock.errors import SampleError, with_errno
 from penstock.samples import layout, progress
-from penstock.samples.builder import Block, Pieces, joined, lookup_of, with_lengths
+from penstock.samples.builder import Block, Builder, Pieces, joined, lookup_of, with_lengths
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest
 from penstock.samples.places import Folder
 from penstock.samples.progress import Packing
@@ -106,6 +106,18 @@ class Background:
                 work()
             except BaseException as error:  # it is raised where the work came from
                 self._failure = error
+
+
+def restored(folder: Path, done: Packing) -> Builder:
+    """The builder of an interrupted packing. Raises SampleError where another version began it."""
+    recipe = done.recipe
+    try:
+        return Builder(recipe.chunk_bytes, recipe.data_file_bytes, done.state)
+    except ValueError as error:
+        raise SampleError(
+            f"packing into {folder} was begun by another version of penstock: {error}. "
+            f"Remove {folder}, or pass resume=False to pack it anew"
+        ) from error
 
 
 _NAMES_AT_ONCE = 4096
@@ -224,6 +236,11 @@ class StoreWriter(Closing):
         self._thread.close()
         self._files.close()
 
+    def __exit__(self, *raised: object) -> None:
+        if raised[1] is not None:
+            self.break_off()
+        self.close()
+
     # From here on: in the thread.
 
     def _write(self, pieces: Pieces, mark: Packing | None) -> None:
@@ -266,13 +283,13 @@ class StoreWriter(Closing):
                 self._sending.finish(made)
                 # From here on the folder is of no use; an interrupted removal leaves a packing of nothing.
                 Packing(recipe=recipe).save(self.folder / progress.PROGRESS)
-                for name in set(os.listdir(self.folder)) - {progress.PROGRESS}:
-                    os.unlink(self.folder / name)
-            (self.folder / progress.PROGRESS).unlink()
-            if self._sending is not None and self._sending.removes_folder:
-                self.folder.rmdir()
+                progress.empty(self.folder, progress.PROGRESS)
+                if self._sending.removes_folder:
+                    self.folder.rmdir()
+                    return made
             else:
-                sync_folder(self.folder)
+                (self.folder / progress.PROGRESS).unlink()
+            sync_folder(self.folder)
             return made
 
     def _lookup(self) -> npt.NDArray[np.uint8]:

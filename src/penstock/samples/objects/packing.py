@@ -15,11 +15,10 @@ import msgspec
 
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import layout, progress
-from penstock.samples.builder import Builder
 from penstock.samples.manifest import StoreManifest
 from penstock.samples.objects.place import as_sample_errors
-from penstock.samples.objects.upload import NOTE, PART_BYTES, manifests, write
-from penstock.samples.writing import Background
+from penstock.samples.objects.upload import NOTE, PART_BYTES, claim, write
+from penstock.samples.writing import Background, restored
 from penstock.storage.files import Closing
 from penstock.storage.objects import Bucket, ObjectInfo
 
@@ -29,14 +28,15 @@ _AGAIN = "Pack again with the same arguments: it goes on where it stopped"
 _WAITING = 1  # data files that are whole and wait, while one is sent
 
 
-def staging_folder(url: str) -> Path:
-    """A private folder for the files of a store that is packed to ``url``: the same one at each call.
+def staging_path(url: str) -> Path:
+    """Where the files of a store that is packed to ``url`` wait: the same for each call."""
+    name = f"penstock-packing-{os.geteuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    return Path(tempfile.gettempdir()) / name
 
-    Raises SampleError where it cannot be had.
-    """
+
+def make_private(folder: Path) -> None:
+    """Make a folder of this user's alone, if it is not there. Raises SampleError where it cannot be had."""
     user = os.geteuid()
-    name = f"penstock-packing-{user}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
-    folder = Path(tempfile.gettempdir()) / name
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -44,7 +44,6 @@ def staging_folder(url: str) -> Path:
         raise SampleError(f"cannot make {folder}: {error.strerror}. Give staging= (--staging)") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
         raise SampleError(f"{folder} is not a private folder of this user: give staging= (--staging)")
-    return folder
 
 
 class Sending(Closing):
@@ -89,14 +88,10 @@ class Sending(Closing):
                     f"{self._bucket} {what}: nothing was written. Give another prefix, or replace it with "
                     "overwrite=True (--overwrite)"
                 )
-            kept = _sent_before(done)
+            kept = _sent_before(folder, done)
             for name, size_bytes in kept.items():
                 self._require(name, size_bytes, ours if is_same else {})
-            # What nobody can mount any more may be replaced.
-            self._bucket.delete(manifests(ours))
-            if not is_same:
-                self._bucket.write(NOTE, self._note)
-            self._bucket.delete(ours.keys() - kept.keys())
+            claim(self._bucket, self._note, ours.keys() - kept.keys())
 
     def _is_noted(self) -> bool:
         """Whether the objects are those of this packing."""
@@ -167,18 +162,13 @@ class Sending(Closing):
                 self.sent_bytes += len(part)
 
 
-def _sent_before(done: progress.Packing) -> dict[str, int]:
-    """The data files that are whole and not in the folder any more, and their bytes."""
-    recipe = done.recipe
+def _sent_before(folder: Path, done: progress.Packing) -> dict[str, int]:
+    """The data files that are whole and not in the folder any more, and their bytes. Raises SampleError."""
     if not done.samples:
         return {}
-    try:
-        data_files = Builder(recipe.chunk_bytes, recipe.data_file_bytes, done.state).whole_data_files
-    except ValueError:  # of another version: packing says so
-        return {}
     sizes = {
-        layout.data_file_name(number): chunks * recipe.chunk_bytes
-        for number, (_, chunks, _) in enumerate(data_files)
+        layout.data_file_name(number): chunks * done.recipe.chunk_bytes
+        for number, (_, chunks, _) in enumerate(restored(folder, done).whole_data_files)
     }
     return {name: size_bytes for name, size_bytes in sizes.items() if name not in done.files}
 

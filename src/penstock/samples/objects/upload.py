@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from penstock.errors import InvalidFile, SampleError
 from penstock.samples.failures import cannot_open
@@ -24,7 +24,7 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
         there = bucket.listed()
         ours = {name: info for name, info in there.items() if UPLOADED.fullmatch(name)}
         is_here = store.sizes == {name: info.size_bytes for name, info in ours.items()} and all(
-            bytes(bucket.read(name)) == store.paths[name].read_bytes() for name in manifests(store.sizes)
+            bytes(bucket.read(name)) == store.paths[name].read_bytes() for name in _manifests(store.sizes)
         )
         goes_on = NOTE in there and bytes(bucket.read(NOTE)) == store.store_id
         if ours and not (overwrite or is_here or goes_on):
@@ -41,10 +41,7 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
             done = {name for name in store.sizes if goes_on and not overwrite and name in ours}
             done = {name for name in done if ours[name].size_bytes == store.sizes[name]}
             left = [name for name in store.sizes if name not in done]
-            # What nobody can mount any more may be replaced.
-            bucket.delete(manifests(name for name in ours if name not in done))
-            bucket.write(NOTE, store.store_id)
-            bucket.delete(name for name in ours if name not in done)
+            claim(bucket, store.store_id, ours.keys() - done)
         durable_bytes = total_bytes - sum(store.sizes[name] for name in left)
         written_bytes = total_bytes - durable_bytes
         progress(durable_bytes, total_bytes)
@@ -70,12 +67,22 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
     )
 
 
+def claim(bucket: Bucket, note: bytes, replaced: Collection[str]) -> None:
+    """Say by the note whose store is written here from now on, and delete what is there of another one.
+
+    Raises ObjectError.
+    """
+    bucket.delete(_manifests(replaced))  # what nobody can mount any more may be replaced
+    bucket.write(NOTE, note)
+    bucket.delete(replaced)
+
+
 def write(bucket: Bucket, name: str, parts: Iterable[bytes], size_bytes: int) -> None:
     """Write an object of parts, which are so many bytes together. Raises ObjectError."""
     bucket.write(name, b"".join(parts) if size_bytes <= PART_BYTES else parts, size_bytes=size_bytes)
 
 
-def manifests(names: Iterable[str]) -> list[str]:
+def _manifests(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.endswith(MANIFEST)]
 
 
