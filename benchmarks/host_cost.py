@@ -60,7 +60,7 @@ BUDGET_BYTES = 1 << 30
 MOVED, AHEAD = 50, 10  # tensors, and so many kernels ahead of its own each is asked for
 COPY_S = 20e-6  # of 1 MiB over PCIe 5
 HARDWARE = replace(ACCELERATED, device_to_host_bytes_per_s=5e10, host_to_device_bytes_per_s=5e10)
-STEPS, SETTLED = 24, 6  # of training, and the last ones, which are timed
+STEPS, TIMED_STEPS = 24, 6  # of training; the last ones are timed
 
 
 class _Stream:
@@ -255,7 +255,7 @@ class Counting(TorchDispatchMode):
 
 
 def steps_s(step: Callable[[], contextlib.AbstractContextManager[Any]], steps: int = STEPS) -> list[float]:
-    """What the settled steps take."""
+    """What each of the last steps takes."""
     with torch.device("emu"):
         model = _Gpt(width=512, heads=8, blocks=6)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -268,7 +268,7 @@ def steps_s(step: Callable[[], contextlib.AbstractContextManager[Any]], steps: i
             optimizer.step()
             optimizer.zero_grad()
         took.append(time.thread_time() - begun_s)
-    return took[-SETTLED:]
+    return took[-TIMED_STEPS:]
 
 
 def training(rounds: int) -> Iterator[str]:

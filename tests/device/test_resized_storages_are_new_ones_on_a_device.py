@@ -3,6 +3,7 @@ the bits and the budget."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,40 +12,19 @@ import torch
 
 import penstock
 from tests.support.accelerator import orders, wanted
+from tests.support.gathered import Gathered
 from tests.support.runs import ACCELERATED
 
 DEVICE = wanted("emu")
-WIDTH, LAYERS, STEPS = 512, 12, 6
-BYTES = WIDTH * WIDTH * 4  # 1 MiB
+WIDTH, LAYERS, STEPS = 512, 12, 6  # a weight has 1 MiB
 
 
 def train(run: penstock.Offload | None) -> list[torch.Tensor]:
-    """Each layer's weight is copied into a buffer that has memory only while it is used."""
-    torch.manual_seed(0)
-    weights = [(torch.randn(WIDTH, WIDTH) / WIDTH**0.5).to(DEVICE) for _ in range(LAYERS)]
-    gathered = [torch.empty(WIDTH, WIDTH, device=DEVICE) for _ in range(LAYERS)]
-    for buffer in gathered:
-        buffer.untyped_storage().resize_(0)
-
-    def step(number: int) -> None:
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number)).to(DEVICE)
-        for weight, buffer in zip(weights, gathered, strict=True):
-            buffer.untyped_storage().resize_(BYTES)
-            buffer.copy_(weight)
-            x = torch.tanh(x @ buffer)
-            weight.add_(x.t() @ x @ buffer, alpha=-1e-3)
-        for buffer in reversed(gathered):
-            x = x @ buffer
-            buffer.untyped_storage().resize_(0)
-        weights[0].add_(x.mean(), alpha=1e-3)
-
+    program = Gathered(WIDTH, LAYERS, DEVICE)
     for number in range(STEPS):
-        if run is None:
-            step(number)
-        else:
-            with run.step():
-                step(number)
-    return [weight.cpu() for weight in weights]
+        with contextlib.nullcontext() if run is None else run.step():
+            program.step(number)
+    return [weight.detach().cpu() for weight in program.weights]
 
 
 @pytest.mark.parametrize("order", orders(DEVICE, "eager", "lazy", "stepped", "random"))
@@ -61,7 +41,7 @@ def test_same_bits_within_the_budget(
         "spill_dir": tmp_path,
         "hardware": ACCELERATED,
     }
-    with torch.no_grad(), penstock.offload(device=DEVICE, **options) as run:
+    with penstock.offload(device=DEVICE, **options) as run:
         found = train(run)
     report = run.report()
     assert all(map(torch.equal, found, expected))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import penstock
 from penstock.storage.spill import SpillSpace
 from tests.support.checked import checked_run
+from tests.support.gathered import Gathered
 from tests.support.runs import HARDWARE, PAGED
 
 WIDTH, LAYERS = 128, 8
@@ -20,40 +20,21 @@ BYTES = WIDTH * WIDTH * 4
 def train(
     steps: int, budget: int | None, spill_dir: Path
 ) -> tuple[list[torch.Tensor], penstock.Report | None]:
-    """Each layer's weight is copied into a buffer that exists only while it is used."""
-    torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(LAYERS)]
-    gathered = [torch.empty(WIDTH, WIDTH) for _ in range(LAYERS)]
-    for buffer in gathered:
-        buffer.untyped_storage().resize_(0)
+    program = Gathered(WIDTH, LAYERS)
     run = None
     if budget is not None:
         run = penstock.offload(device_budget=budget, spill_dir=spill_dir, hardware=HARDWARE, planning=PAGED)
-
-    def step(number: int) -> None:
-        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
-        with torch.no_grad():
-            for weight, buffer in zip(weights, gathered, strict=True):
-                buffer.untyped_storage().resize_(BYTES)
-                buffer.copy_(weight)
-                x = torch.tanh(x @ buffer)
-                weight.add_(x.t() @ x @ buffer, alpha=-1e-3)
-            for buffer in reversed(gathered):
-                x = x @ buffer
-                buffer.untyped_storage().resize_(0)
-            weights[0].add_(x.mean(), alpha=1e-3)
-
     report = None
     for number in range(steps):
         if run is None:
-            step(number)
+            program.step(number)
         else:
             with run.step():
-                step(number)
+                program.step(number)
     if run is not None:
         report = run.report()
         run.close()
-    return [weight.detach().clone() for weight in weights], report
+    return [weight.detach().clone() for weight in program.weights], report
 
 
 def test_same_bits_within_the_budget(tmp_path: Path) -> None:
