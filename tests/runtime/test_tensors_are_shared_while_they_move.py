@@ -178,6 +178,21 @@ def test_a_feeder_shares_while_steps_run(seed: int, tmp_path: Path) -> None:
         _nothing_is_left(run)
 
 
+def test_a_step_that_shares_more_than_the_budget_is_not_refused(tmp_path: Path) -> None:
+    """One after the other: each could leave until it was shared."""
+    with _offload(tmp_path, 6) as run:
+        tensors = [torch.full((ELEMENTS,), float(i)) for i in range(12)]
+        for _ in range(2):
+            with run.step():
+                shared = []
+                for number, tensor in enumerate(tensors):
+                    torch._C.StorageBase._share_fd_cpu_(tensor.untyped_storage())
+                    tensors[number] = torch.full((ELEMENTS,), float(number))
+                    shared = [*shared[-3:], tensor]
+                    assert [float(each[7]) for each in shared] == list(range(number + 1))[-4:]
+        assert run.report().peak_bytes <= 7 * SIZE
+
+
 class _Rows(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 24

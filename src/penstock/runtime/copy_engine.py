@@ -116,6 +116,7 @@ class CopyEngine:
         self._refused: tuple[int, int] | None = None
         self._error: PenstockError | None = None
         self._tiers = device.tiers
+        self.any_got_other_memory = False  # since `begin_step`
         self.waits: list[Wait] = []
         self.moved: list[Moved] = []
         self.failed_prefetches = 0
@@ -139,6 +140,7 @@ class CopyEngine:
         with self.lock:
             self._error = None
             self._refused = None
+            self.any_got_other_memory = False
             self.waits = []
             self.moved = []
 
@@ -875,6 +877,7 @@ class CopyEngine:
 
     def got_other_memory(self, managed: ManagedStorage) -> None:
         """The program gave the storage other memory: there it is, and no copy counts. Those under way end."""
+        self.any_got_other_memory = True
         self._unmark_released(managed)
         managed.clean, managed.void = False, True
         if managed.packed_bytes:

@@ -21,6 +21,7 @@ from penstock.capture.regions import compiled_regions_visible
 from penstock.checkpoint.background import take_snapshots
 from penstock.checkpoint.pieces import keep_within_budget
 from penstock.core.hardware import Hardware
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
 from penstock.core.trace import Trace
@@ -208,8 +209,10 @@ class Offload(Closing):
         if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s):
             self._spill.save_tables()  # others can use what the first steps taught
         budget_bytes = self._engine.budget_bytes
-        # What cannot leave, and kernels ask for at once, or what is to stay.
-        if self._device.meter.peak_bytes() > budget_bytes or self._kinds.planning.keep_weights:
+        # What cannot leave, and kernels ask for at once, or what is to stay. To the trace, what could not
+        # leave at the end never could: where tensors were shared in the step, its minimum may be too high.
+        too_high = self._engine.any_got_other_memory or minimum_bytes(trace) > self._device.meter.peak_bytes()
+        if self._kinds.planning.keep_weights or not too_high:
             refuse_below_minimum(trace, budget_bytes)
 
     def _time_last_step(self) -> None:

@@ -169,7 +169,6 @@ class CpuDevice(Device):
                 # Shared with another process, mapped from a file, or lent to NumPy: it cannot be re-homed.
                 if not made:
                     self.engine.make_room(managed.size_bytes)
-                self.meter.begin_kernel()  # its peak is without it
                 self._lies_elsewhere(managed.size_bytes)
                 managed.reports_freed = True
                 return False
@@ -190,6 +189,7 @@ class CpuDevice(Device):
 
     def _lies_elsewhere(self, size_bytes: int) -> None:
         """So much more lies elsewhere than in the arena, and stays there."""
+        self.meter.begin_kernel()  # the peak so far is of what lay elsewhere so far
         self.memory.beside_bytes += size_bytes
         self._lease.set_budget(max(self.budget_bytes - self.memory.beside_bytes, 0))
 
