@@ -490,10 +490,9 @@ def test_what_goes_through_the_disk_is_away_while_kernels_run(
     assert report.step_s < 1.1 * report.busy_s
     by_kind = {kind: [s for s in spans if s.kind == kind and s.size_bytes > 1 << 20] for kind in report.links}
     for came, went in (("disk_read", TO_DEVICE), (TO_HOST, "disk_write")):
-        assert all(
-            first.end_s <= then.launched_s + 1e-9
-            for first, then in zip(by_kind[came], by_kind[went], strict=True)
-        )
+        ended_s = sorted(span.end_s for span in by_kind[came])  # chunks of several tensors take turns
+        launched_s = sorted(span.launched_s for span in by_kind[went])
+        assert all(end_s <= then_s + 1e-9 for end_s, then_s in zip(ended_s, launched_s, strict=True))
 
 
 @pytest.mark.parametrize(("order", "tier"), [("random", "host"), ("lazy", "disk")])

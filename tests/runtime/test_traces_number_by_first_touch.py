@@ -180,7 +180,9 @@ def test_a_producer_counts_only_where_it_alone_writes() -> None:
 
 def test_phases_follow_autograd_and_the_optimizer() -> None:
     told: dict[int, set[int]] = {}
-    phases = Phases(lambda tensor, kind: told.setdefault(kind, set()).add(tensor.data_ptr()))
+    phases = Phases(
+        lambda tensors, kind: told.setdefault(kind, set()).update(map(torch.Tensor.data_ptr, tensors))
+    )
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.Adam([weight])
     seen = []

@@ -17,11 +17,11 @@ WEIGHT, GRADIENT, OPTIMIZER_STATE, ACTIVATION, INPUT, WORKSPACE = range(len(KIND
 class Phases:
     """Finds the current phase from optimizer hooks and autograd, between `enter` and `exit`.
 
-    on_kind   called with a tensor and WEIGHT, GRADIENT or OPTIMIZER_STATE: before an optimizer's step with
+    on_kind   called with tensors and WEIGHT, GRADIENT or OPTIMIZER_STATE: before an optimizer's step with
               its parameters and their gradients, after it with its state
     """
 
-    def __init__(self, on_kind: Callable[[torch.Tensor, int], None] | None = None) -> None:
+    def __init__(self, on_kind: Callable[[list[torch.Tensor], int], None] | None = None) -> None:
         self._on_kind = on_kind
         self._in_optimizer = False
         self._hooks: list[Any] = []
@@ -72,18 +72,14 @@ class Phases:
     def _report_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._on_kind is None:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._on_kind(parameter, WEIGHT)
-                if parameter.grad is not None:
-                    self._on_kind(parameter.grad, GRADIENT)
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._on_kind(weights, WEIGHT)
+        self._on_kind([weight.grad for weight in weights if weight.grad is not None], GRADIENT)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._in_optimizer = False
         if self._on_kind is None:
             return
-        for state in optimizer.state.values():
-            if isinstance(state, Mapping):
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        self._on_kind(value, OPTIMIZER_STATE)
+        states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        self._on_kind(tensors, OPTIMIZER_STATE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,12 @@ from penstock.capture.operators import LIST_PREFIXES, base_name, describe, out_o
 
 # A slice takes as much as the largest element alone has to, so that no budget needs more for the others;
 # within these bounds, of all tensors of a slice together, those that it makes too.
-LEAST_BYTES = 1 << 20  # a kernel of fewer is too short
+LEAST_BYTES = {"cpu": 1 << 20, "meta": 1 << 20}  # by kind of device: a kernel of fewer is too short
 SLICE_BYTES = 32 << 20
+# An accelerator is done with the first as soon as the host has launched the next kernel, or sooner.
+ACCELERATOR_LEAST_BYTES, ACCELERATOR_SLICE_BYTES = 64 << 20, 256 << 20
 _HOST = ("cpu", "meta")
-ACCELERATOR_SLICE_BYTES = 256 << 20  # there a launch takes the host as long as these bytes the device
+_nbytes, _dtype_and_device = attrgetter("nbytes"), attrgetter("dtype", "device")
 
 # Weights of so many bytes are divided, and what is as large as one of them: gradients, the optimizer's state.
 DIVISIBLE_BYTES = 64 << 20
@@ -58,9 +61,10 @@ def slices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """The calls that do the same in parts, in order; None where the operator is called as it is.
 
     That is so where it is no operator on lists, or all its tensors fit in one slice. A slice is a run of
-    elements of all lists that takes no more than the largest element, or `LEAST_BYTES`, and `SLICE_BYTES`
-    (`ACCELERATOR_SLICE_BYTES`) at most; or it is one element. No budget enters: a trace can be planned for
-    any. Single tensors and scalars are the same for each slice. The bits are the same.
+    elements of all lists that takes no more than the largest element, or the least bytes of the kind of
+    device, and `SLICE_BYTES` (`ACCELERATOR_SLICE_BYTES`) at most; or it is one element. No budget enters: a
+    trace can be planned for any. Single tensors and scalars are the same for each slice. The bits are the
+    same.
     """
     values = {
         argument: value
@@ -102,12 +106,10 @@ def _value(argument: _Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _bounds(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, int]]:
     """Runs of elements, as large as a slice may be."""
-    sizes = [
-        sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        for tensors in zip(*lists, strict=True)
-    ]
-    is_host = lists[0][0].device.type in _HOST
-    most = min(max(*sizes, LEAST_BYTES), SLICE_BYTES if is_host else ACCELERATOR_SLICE_BYTES)
+    sizes = list(map(sum, zip(*(map(_nbytes, tensors) for tensors in lists), strict=True)))
+    kind = lists[0][0].device.type
+    least_bytes = LEAST_BYTES.get(kind, ACCELERATOR_LEAST_BYTES)
+    most = min(max(*sizes, least_bytes), SLICE_BYTES if kind in _HOST else ACCELERATOR_SLICE_BYTES)
     begin, total = 0, 0
     for index, size in enumerate(sizes):
         if index > begin and total + size > most:
@@ -121,9 +123,7 @@ def _alike(lists: Sequence[Sequence[torch.Tensor]]) -> bool:
     """Whether an accelerator takes the same kernels for each slice as for the whole: it takes others where
     types or devices differ within a list."""
     return all(
-        tensors[0].device.type in _HOST
-        or all(one.dtype == tensors[0].dtype and one.device == tensors[0].device for one in tensors)
-        for tensors in lists
+        tensors[0].device.type in _HOST or len(set(map(_dtype_and_device, tensors))) == 1 for tensors in lists
     )
 
 

@@ -251,8 +251,8 @@ class Tracer(OperatorMode):
     def _is_divided(self, tensor: torch.Tensor) -> bool:
         return len(self._watch_of(tensor).part_bytes) > 1
 
-    def _has_kind(self, tensor: torch.Tensor, kind: int) -> None:
-        for part in tensors_in(tensor):
+    def _has_kind(self, tensors: list[torch.Tensor], kind: int) -> None:
+        for part in tensors_in(tensors):
             for index in self._watch_of(part).tensors:
                 self._tensors[index].kind = kind
 

@@ -247,11 +247,11 @@ class Clock(OperatorMode):
             self.rests = False
             self._recorder.end_step()
 
-    def know(self, tensor: torch.Tensor, kind: int) -> None:
-        """The tensor is a weight, a gradient, or the optimizer's."""
-        for storage in storages_in(tensor):
-            with self._interrupts, self._lock:
-                self.storages.remove_dead()
+    def know(self, tensors: list[torch.Tensor], kind: int) -> None:
+        """The tensors are weights, gradients, or the optimizer's."""
+        with self._interrupts, self._lock:
+            self.storages.remove_dead()
+            for storage in storages_in(tensors):
                 managed = self.storages.track(storage)
                 if kind == WEIGHT:
                     self._kernels.divide(self, managed)

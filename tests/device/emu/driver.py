@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.capture import slices
 from penstock.runtime.devices.cuda import TorchDriver
 from penstock.runtime.devices.drivers import DRIVERS
 
@@ -22,3 +23,4 @@ class EmuDriver(TorchDriver):
 
 
 DRIVERS["emu"] = EmuDriver
+slices.LEAST_BYTES["emu"] = 1 << 20  # tests give it small tensors, and smaller budgets
