@@ -42,6 +42,7 @@ from rich.table import Table
 from step_time import ROOT, add_common_arguments, heading, wide_console, write
 
 import penstock
+from penstock.capture import slices
 from penstock.core.columns import sum_over
 from penstock.core.hardware import LINKS
 from penstock.core.trace import Trace
@@ -58,6 +59,7 @@ import emu
 from emu.disk import DISK
 from emu.driver import EmuDriver
 
+slices.LEAST_BYTES.pop("emu")  # as on other accelerators
 SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 9  # recorded, and the first that are planned, which begin with other tensors on the device
 STAGING_BYTES = 2 * CHUNK_BYTES * CHUNKS
