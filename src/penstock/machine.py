@@ -43,7 +43,7 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, and without leaving the container."""
+    """Memory that is available without swapping, and without leaving the container."""
     fields = dict(line.split(":", 1) for line in lines(Path("/proc/meminfo")))
     if "MemAvailable" in fields:
         machine_bytes = int(fields["MemAvailable"].split()[0]) << 10
@@ -54,7 +54,7 @@ def available_bytes() -> int:
 
 
 def node_available_bytes(node: int, nodes: Path = _NODES) -> int:
-    """Memory of a NUMA node that can be had without swapping. Raises InvalidArgument where there is none."""
+    """A NUMA node's memory that is available without swapping. Raises InvalidArgument where there is none."""
     there = [number for text in lines(nodes / "has_memory") for number in _numbers(text)]
     if node not in there:
         has = f"has memory on NUMA node {', '.join(map(str, there))}" if there else "has no NUMA nodes"

@@ -51,7 +51,7 @@ def test_a_policy_keeps_the_bits_at_a_budget_that_it_reaches(
     with caplog.at_level(logging.WARNING, logger="penstock"):
         found, report = offloaded(training(family), budget_bytes, tmp_path, policy=policy)
     while report.policy == NO_POLICY:  # FlashNeuron moves activations alone: it is given what it asks for
-        assert f"least recent use decides what moves: {report.reason}" in caplog.text
+        assert f"the least recently used tensors leave first: {report.reason}" in caplog.text
         assert differences(expected(family), found) == []
         least_bytes = named_bytes(report.reason)
         assert policy == "flashneuron" and least_bytes is not None

@@ -112,7 +112,7 @@ def test_memory_that_the_system_refuses_is_no_place(tmp_path: Path, monkeypatch:
         monkeypatch.undo()
         assert space.try_allocate_host(PAGE) is not None
     monkeypatch.setattr(host_memory, "_bind", refuse)
-    refused = r"4.00 MiB of NUMA node 0 cannot be had as a tier: Cannot allocate memory\. Lower host_budget"
+    refused = r"4.00 MiB of NUMA node 0 cannot become a tier: Cannot allocate memory\. Lower host_budget"
     with pytest.raises(SpillError, match=refused):
         HostMemory(CAPACITY, 0)
 

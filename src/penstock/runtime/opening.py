@@ -215,7 +215,7 @@ def _warn_if_memory_ends_before(budget_bytes: int, host_bytes: int, held_bytes: 
     left_bytes = available_bytes() + held_bytes
     if budget_bytes + host_bytes > left_bytes:
         logger.warning(
-            "device_budget is %s%s, and %s of memory can be had here: the system may end this process before "
+            "device_budget is %s%s, and %s of memory are available: the system may end this process before "
             "the budget is full. Lower it, or raise the limit of the container",
             format_bytes(budget_bytes),
             f" and host_budget {format_bytes(host_bytes)}" if host_bytes else "",

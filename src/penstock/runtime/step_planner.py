@@ -160,7 +160,9 @@ class StepPlanner:
             if before is not None and before.plan is not None:
                 logger.warning("no better plan could be made, and the one in force is kept: %s", error)
                 return replace(before, recordings_left=left)
-            logger.warning("no plan could be made, and least recent use decides what moves: %s", error)
+            logger.warning(
+                "no plan could be made, and the least recently used tensors leave first: %s", error
+            )
             self.refusal = str(error)
             kind = StepKind(trace, None, unplanned(trace), hardware)
         resident.release_free_memory()  # what the solver took

@@ -29,7 +29,7 @@ from penstock.runtime.schedule import Schedule
 from penstock.runtime.step_planner import Plannable, StepKind, StepPlanner, fastest
 from penstock.units import format_seconds
 
-# So many kinds of step are traced and planned; what else comes is carried by least recent use.
+# So many kinds of step are traced and planned; in others the least recently used tensors leave.
 MOST_KINDS = 8
 
 logger = logging.getLogger("penstock")
@@ -138,8 +138,8 @@ class StepKinds:
             if len(known) < MOST_KINDS:
                 self._wanted.add(name)
             logger.info(
-                "a step ran other operators than those that were traced: the rest of it was carried by least "
-                "recent use, and the next one like it is traced and planned too"
+                "a step ran other operators than those that were traced: the rest of it followed no plan, "
+                "and the least recently used tensors left first; the next one like it is planned"
             )
         return kind
 

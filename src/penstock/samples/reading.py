@@ -81,7 +81,7 @@ def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bo
 
     wanted           "auto", "buffered" or "direct"
     size_bytes       of all data files
-    available_bytes  memory that can be had without swapping
+    available_bytes  memory that is available without swapping
     can_direct       their file systems take direct I/O
     """
     if wanted == "buffered":

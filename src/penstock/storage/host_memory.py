@@ -75,7 +75,7 @@ class HostMemory:
         except OSError as error:
             self._open.close()
             raise SpillError(
-                f"{format_bytes(size_bytes)} of {self.place} cannot be had as a tier: {error.strerror}. "
+                f"{format_bytes(size_bytes)} of {self.place} cannot become a tier: {error.strerror}. "
                 "Lower host_budget, or raise the limits of this process (ulimit -v, its cpuset)."
             ) from error
         self.file = File(descriptor, self._address, 1)
