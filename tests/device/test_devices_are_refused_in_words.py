@@ -108,7 +108,9 @@ def test_the_programs_own_limit_outlives_a_run(tmp_path: Path, monkeypatch: pyte
     module = torch.get_device_module(DEVICE)
     total_bytes = module.get_device_properties(0).total_memory
     module.set_per_process_memory_fraction(0.5)
-    run = penstock.offload(device=DEVICE, device_budget=int(0.9 * total_bytes), spill_dir=tmp_path)
+    with pytest.raises(InvalidArgument, match=r"left to this process.*memory fraction"):
+        penstock.offload(device=DEVICE, device_budget=int(0.6 * total_bytes), spill_dir=tmp_path)
+    run = penstock.offload(device=DEVICE, device_budget=int(0.4 * total_bytes), spill_dir=tmp_path)
     with run, pytest.raises(penstock.BudgetTooSmall):
         torch.empty(int(0.7 * total_bytes), dtype=torch.uint8, device=DEVICE)
     assert module.get_per_process_memory_fraction() == pytest.approx(0.5, rel=1e-3)

@@ -390,6 +390,8 @@ def test_kernels_that_use_nearly_all_memory_go_on(seed: int, configure: Configur
         ("max_split_size_mb: 512", None),  # larger than the segment
         ("garbage_collection_threshold:0.8", "garbage_collection_threshold"),
         ("roundup_power2_divisions:4", "roundup_power2_divisions"),
+        ("expandable_segments:False", None),
+        ("expandable_segments: True", "expandable_segments:True"),
     ],
 )
 def test_settings_that_make_it_another_one_are_named(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -68,6 +69,7 @@ class StorageAccess:
         self._recomputation, self._end_kernel = recomputation, end_kernel
         self._interrupts: Interrupts | _Refused = interrupts  # first of all in each access
         self._addressed: dict[ManagedStorage, None] = {}
+        self._launching = _Launching()
         self._lent: list[ManagedStorage] = []  # as often as it is
 
     @contextlib.contextmanager
@@ -96,11 +98,13 @@ class StorageAccess:
                 self._storages.remove_dead()
                 used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
                 self._pin(used, written)
+            self._launching.now += launched
             try:
                 if not launched:
                     self._device.synchronize()
                 yield
             finally:
+                self._launching.now -= launched
                 with self._engine.lock:
                     for managed in used:
                         managed.pins += stays
@@ -254,7 +258,8 @@ class StorageAccess:
 
         @functools.wraps(address)
         def data_ptr(tensor: torch.Tensor) -> int:
-            if _is_of_program(tensor):
+            # A launcher asks for those of its arguments, which are there, one by one.
+            if _is_of_program(tensor) and not (self._launching.now and _has_bytes(tensor)):
                 self.hold_addresses(storages_in(tensor))
             return address(tensor)
 
@@ -344,6 +349,12 @@ class StorageAccess:
         return shared
 
 
+class _Launching(threading.local):
+    """now   launches under way on this thread"""
+
+    now = 0
+
+
 class _Refused(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         raise InvalidArgument(
@@ -361,9 +372,10 @@ def _is_of_program(tensor: torch.Tensor) -> bool:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # it has no storage
+    try:
         return held_bytes(tensor.untyped_storage()) > 0
-    return True
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return True
 
 
 def _methods_of_empty_storages(access: StorageAccess) -> dict[str, Callable[..., Any]]:

@@ -20,8 +20,14 @@ from penstock.runtime.devices import packing
 from penstock.runtime.devices.driver import Memory
 from penstock.runtime.storage_methods import held_bytes, resize
 
-# By the one, blocks are rounded otherwise; by the other, a segment that is free is given back.
-_UNLIKE_THE_MODEL = ("roundup_power2_divisions", "garbage_collection_threshold")
+# By the first, blocks are rounded otherwise; by the second, a segment that is free is given back, by the
+# third a part of one; by the last, segments have other sizes.
+_UNLIKE_THE_MODEL = (
+    "roundup_power2_divisions",
+    "garbage_collection_threshold",
+    "expandable_segments:True",
+    "large_segment_size_mb",
+)
 
 
 class _NvtxRange(contextlib.AbstractContextManager[None]):
@@ -61,7 +67,9 @@ class TorchDriver:
 
     @property
     def free_bytes(self) -> int:
-        return int(self._module.mem_get_info(self.device)[0])
+        """That this process can still reserve."""
+        allowed_bytes = int(self._fraction_before * self.total_bytes) - self.memory().reserved_bytes
+        return max(min(int(self._module.mem_get_info(self.device)[0]), allowed_bytes), 0)
 
     def make_stream(self) -> Any:
         return torch.Stream(self.device)
@@ -112,8 +120,8 @@ class TorchDriver:
         return None if content is None else content.data_ptr()
 
     def undivided(self, size_bytes: int) -> str | None:
-        settings = _allocator_settings()
-        found = re.search(r"max_split_size_mb\s*:\s*(\d+)", settings)
+        settings = _allocator_settings().replace(" ", "")
+        found = re.search(r"max_split_size_mb:(\d+)", settings)
         if found is not None and int(found[1]) << 20 <= size_bytes:
             return f"max_split_size_mb:{found[1]}"
         return next((name for name in _UNLIKE_THE_MODEL if name in settings), None)
@@ -239,7 +247,8 @@ class CudaDriver(TorchDriver):
         return False
 
     def page_unlock(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.accelerator.device_index(self.device.index):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Where a convolution's workspace is refused, torch tries cuDNN's next algorithm; after the last one

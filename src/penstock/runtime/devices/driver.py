@@ -33,7 +33,7 @@ class Driver(Protocol):
     memory_manager   name of the allocator, for reports
     name             of the device's model
     total_bytes      of device memory
-    free_bytes       of device memory, that no process has allocated
+    free_bytes       of device memory, that this process can still have
     """
 
     device: torch.device

@@ -66,8 +66,9 @@ class ReservedMemory:
         before = driver.memory()
         if budget_bytes > (left_bytes := driver.free_bytes + before.reserved_bytes):
             raise InvalidArgument(
-                f"device_budget is {format_bytes(budget_bytes)}, and other programs leave "
-                f"{format_bytes(left_bytes)} of {driver.device} ({driver.name}): give less, or end them"
+                f"device_budget is {format_bytes(budget_bytes)}, and {format_bytes(left_bytes)} of "
+                f"{driver.device} ({driver.name}) are left to this process: give less, end other programs "
+                "there, or raise torch's memory fraction of this one"
             )
         self._driver = driver
         self.budget_bytes = budget_bytes
