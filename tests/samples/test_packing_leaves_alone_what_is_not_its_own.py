@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -169,6 +170,29 @@ def test_two_packers_do_not_write_one_folder(tmp_path: Path) -> None:
         pack(Listed(ITEMS), tmp_path / "store")
     pack(Listed(ITEMS), tmp_path / "store", 4096)
     assert stores.read_store(tmp_path / "store") == ITEMS
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a packing below a URL, which ends at that moment."""
+    folder, lock, made = tmp_path / "store", fcntl.flock, list[bool]()
+
+    def late(descriptor: int, operation: int) -> None:
+        if not made:
+            folder.rmdir()
+            folder.mkdir()  # by a third process
+        made.append(True)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        lock_folder(folder, recipe_of(Listed(ITEMS)), resume=True, overwrite=False),
+        pytest.raises(SampleError, match="another process is packing"),
+    ):
+        pack(Listed(ITEMS), folder)
+    pack(Listed(ITEMS), folder, 4096)
+    assert stores.read_store(folder) == ITEMS
 
 
 @pytest.mark.parametrize("inside", [".", "store", "a/b/store", "../link/store"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import logging
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +154,17 @@ def test_a_server_in_trouble_is_one_error_and_packing_goes_on(
     assert objects(url) == contents(folder)
 
 
-def test_what_is_not_ours_stays(url: str, tmp_path: Path) -> None:
+def test_what_is_not_ours_stays(url: str, folder: Path, tmp_path: Path) -> None:
     bucket = Bucket(url)
     bucket.write("mine.txt", b"mine")
     with pytest.raises(Stopped):
         pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=40))
     there = bucket.listed()
-    with pytest.raises(SampleError, match=r"holds a part of another store: nothing was written.*overwrite"):
+    refused = r"somebody else packs or uploads to .*: nothing was written.*overwrite=True"
+    with pytest.raises(SampleError, match=refused):
         samples.pack(ITEMS[:10], url, staging=tmp_path / "another")
+    with pytest.raises(SampleError, match=refused):
+        samples.upload(folder, url)
     assert bucket.listed() == there
     samples.pack(ITEMS[:10], url, staging=tmp_path / "another", overwrite=True)
     assert bytes(bucket.read("mine.txt")) == b"mine"
@@ -180,6 +187,8 @@ def test_objects_that_vanish_meanwhile_are_missed(url: str, folder: Path, tmp_pa
     assert Bucket(url).listed() == there
     with pytest.raises(SampleError, match="no sample store"):
         samples.mount(url)
+    pack_below(url, tmp_path / "staging", resume=False)
+    assert objects(url) == contents(folder)
 
 
 def test_what_is_refused_has_changed_nothing(url: str, tmp_path: Path) -> None:
@@ -217,45 +226,183 @@ def test_a_data_file_that_is_not_full_is_not_sent(url: str, tmp_path: Path, empt
     assert objects(url) == contents(tmp_path / "here")
 
 
-def test_another_machine_does_not_write_there_too(
-    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as other:
-        other.setattr(platform, "node", lambda: "other")
-        with pytest.raises(Stopped):
-            pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=1))
-    assert list(Bucket(url).listed()) == ["penstock-upload"]
-    with pytest.raises(SampleError, match="holds a part of another store: nothing was written"):
-        pack_below(url, tmp_path / "mine")
-
-    def overwritten(count: int, size_bytes: int) -> None:
-        if count == 40:
-            Bucket(url).write("penstock-upload", b"another machine's")
-
-    Bucket(url).delete(["penstock-upload"])
-    with pytest.raises(SampleError, match="somebody else has begun to write to"):
-        pack_below(url, tmp_path / "mine", report=overwritten)
-    with pytest.raises(SampleError, match="no sample store"):
-        samples.mount(url)
-
-
-def test_what_was_sent_under_another_name_is_missed_at_once(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_is_known_by_what_waits_and_not_by_where(url: str, folder: Path, tmp_path: Path) -> None:
+    """Of two containers, both may call their folder the same; one that starts again may have another name."""
+    staging = tmp_path / "staging"
     with pytest.raises(Stopped):
-        pack_below(url, tmp_path / "staging", Listed(ITEMS, stop=50))
+        pack_below(url, staging, Listed(ITEMS, stop=50))
     there = Bucket(url).listed()
-    monkeypatch.setattr(platform, "node", lambda: "a new name")
-    options: dict[str, Any] = {"staging": tmp_path / "staging", "data_file_bytes": DATA_FILE_BYTES}
+    staging.rename(tmp_path / "volume")
+    with pytest.raises(SampleError, match="somebody else packs or uploads to"):
+        pack_below(url, staging)
+    assert Bucket(url).listed() == there
+    with (
+        Sending(Bucket(url), overwrite=True) as sending,
+        pytest.raises(Stopped),
+    ):
+        pack_often(Listed(ITEMS, stop=1), staging, DATA_FILE_BYTES, sending=sending)
+    assert list(Bucket(url).listed()) == ["penstock-upload"]
     with (
         Sending(Bucket(url), overwrite=True) as sending,
         pytest.raises(SampleError, match=r"was sent, is not there any more.*resume=False"),
     ):
-        pack_often(Listed(ITEMS), tmp_path / "staging", DATA_FILE_BYTES, sending=sending)
-    assert Bucket(url).listed() == there
-    samples.pack(ITEMS, url, resume=False, overwrite=True, **options)
-    with samples.mount(url) as store:
-        assert len(store) == len(ITEMS)
+        pack_often(Listed(ITEMS), tmp_path / "volume", DATA_FILE_BYTES, sending=sending)
+    pack_below(url, staging)
+    assert objects(url) == contents(folder)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_packing_that_is_killed_at_its_first_request_goes_on(
+    url: str, proxy: Proxy, folder: Path, tmp_path: Path, lost: bool
+) -> None:
+    began = threading.Event()
+
+    def kill(line: str, number: int) -> str | None:
+        if not writes(line):
+            return None
+        began.wait()
+        child.kill()
+        return "lost" if lost else "drop"
+
+    proxy.answer = kill
+    code = f"from {__name__} import *; pack_below({url!r}, Path({str(tmp_path / 'staging')!r}))"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    began.set()
+    assert child.wait(120) == -signal.SIGKILL
+    proxy.answer = lambda line, number: None
+    assert list(Bucket(url).listed()) == (["penstock-upload"] if lost else [])
+    pack_below(url, tmp_path / "staging")
+    assert objects(url) == contents(folder)
+
+
+def once(when: Callable[[str], bool], then: Callable[[], object]) -> Callable[[str, int], None]:
+    """For `Proxy.answer`: what happens before the first request that is such a one is passed on."""
+    left = [then]
+
+    def answer(line: str, number: int) -> None:
+        if left and when(line):
+            left.pop()()
+
+    return answer
+
+
+OTHERS = samples_of(25, 900)
+
+
+def pack_others(url: str, staging: Path, stop: int | None, overwrite: bool = False) -> None:
+    """Another writer's, which may be stopped."""
+    with Sending(Bucket(url), overwrite=overwrite) as sending, contextlib.suppress(Stopped):
+        pack_often(Listed(OTHERS, stop=stop), staging, DATA_FILE_BYTES, sending=sending)
+
+
+@pytest.mark.parametrize("stop", [None, 1, 20])
+def test_one_of_two_that_begin_at_once_is_refused(
+    url: str, proxy: Proxy, tmp_path: Path, stop: int | None
+) -> None:
+    others = tmp_path / "others"
+    proxy.answer = once(lambda line: bool(writes(line)), lambda: pack_others(url, others, stop))
+    with pytest.raises(SampleError, match="somebody else has begun to write to"):
+        pack_below(url, tmp_path / "staging")
+    pack_often(Listed(OTHERS), tmp_path / "here", DATA_FILE_BYTES)
+    if stop is not None:
+        pack_others(url, others, None)
+    assert objects(url) == contents(tmp_path / "here")
+
+
+@pytest.mark.parametrize("stop", [None, 20])
+def test_who_was_taken_over_writes_nothing_more(
+    url: str, proxy: Proxy, tmp_path: Path, stop: int | None
+) -> None:
+    others, asked = tmp_path / "others", itertools.count()
+    proxy.answer = once(
+        lambda line: line.startswith("GET") and "penstock-upload" in line and next(asked) == 4,
+        lambda: pack_others(url, others, stop, overwrite=True),
+    )
+    with pytest.raises(SampleError, match="somebody else has begun to write to"):
+        pack_below(url, tmp_path / "staging")
+    pack_often(Listed(OTHERS), tmp_path / "here", DATA_FILE_BYTES)
+    if stop is not None:
+        with pytest.raises(SampleError, match="somebody else packs or uploads to"):
+            pack_below(url, tmp_path / "staging")
+        pack_others(url, others, None)
+    assert objects(url) == contents(tmp_path / "here")
+
+
+@pytest.mark.parametrize("uploads", [False, True])
+def test_who_is_taken_over_while_a_large_file_is_sent_leaves_nothing_of_it(
+    url: str, proxy: Proxy, tmp_path: Path, uploads: bool
+) -> None:
+    items = [(str(number), bytes([number]) * (6 << 20)) for number in range(4)]
+    samples.pack(items, tmp_path / "here", data_file_bytes="12MiB")
+    proxy.answer = once(
+        lambda line: writes(line) == "begin",
+        lambda: pack_others(url, tmp_path / "others", None, overwrite=True),
+    )
+    with pytest.raises(SampleError, match="somebody else has begun to write to"):
+        if uploads:
+            samples.upload(tmp_path / "here", url)
+        else:
+            samples.pack(items, url, data_file_bytes="12MiB", staging=tmp_path / "staging")
+    assert not any(writes(line) == "end" for line, _ in proxy.requests)
+    pack_often(Listed(OTHERS), tmp_path / "others here", DATA_FILE_BYTES)
+    assert objects(url) == contents(tmp_path / "others here")
+
+
+def test_an_upload_refuses_who_has_only_begun(url: str, folder: Path) -> None:
+    bucket = Bucket(url)
+    bucket.write("penstock-upload", b"somebody")
+    with pytest.raises(SampleError, match="somebody else packs or uploads to"):
+        samples.upload(folder, url)
+    assert list(bucket.listed()) == ["penstock-upload"]
+    samples.upload(folder, url, overwrite=True)
+    assert objects(url) == contents(folder)
+    bucket.write("penstock-upload", b"somebody")
+    with pytest.raises(SampleError, match="somebody else packs or uploads to"):
+        samples.upload(folder, url)
+    assert bytes(bucket.read("penstock-upload")) == b"somebody"
+
+
+def test_a_server_that_cannot_refuse_one_of_two_is_told_of(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    pack_below(url, tmp_path / "staging")
+    assert objects(url) == contents(folder)
+    (said,) = (record.message for record in caplog.records if url in record.message)
+    assert "cannot refuse one of two writers that begin at once" in said
+
+
+def test_what_fails_once_the_store_is_whole_is_logged(
+    url: str,
+    proxy: Proxy,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    staging, open_files = tmp_path / "staging", list[str]()
+
+    def empty(where: Path, last: str) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # other threads close theirs
+                open_files.append(os.readlink(f"/proc/self/fd/{name}"))
+        (where / ".nfs0001").touch()  # as of a file that is open elsewhere
+        remove(where, last)
+
+    remove = progress.empty
+    monkeypatch.setattr(progress, "empty", empty)
+    proxy.answer = lambda line, number: 403 if line.endswith("?delete") else None
+    with Sending(Bucket(url)) as sending:
+        pack_often(Listed(ITEMS), staging, DATA_FILE_BYTES, sending=sending)
+    assert not any(Path(name).parent == staging for name in open_files)
+    assert [path.name for path in staging.iterdir()] == [".nfs0001"]
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 2
+    assert f"{url} is whole. Delete penstock-upload there" in said[0]
+    assert f"the store is whole. Remove {staging}, where its files waited" in said[1]
+    proxy.answer = lambda line, number: None
+    Bucket(url).delete(["penstock-upload"])
+    assert objects(url) == contents(folder)
 
 
 def test_an_interrupt_at_the_end_publishes_nothing(url: str, folder: Path, tmp_path: Path) -> None:

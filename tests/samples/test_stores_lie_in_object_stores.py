@@ -125,7 +125,7 @@ def test_an_upload_goes_on_and_replaces_only_what_it_may(s3: S3, packed: Path, t
     assert 0 < done.written_bytes < done.size_bytes == sum(os.path.getsize(p) for p in packed.iterdir())
     assert samples.upload(packed, url).written_bytes == 0
     write_store(tmp_path / "other", some_samples(30, seed=1))
-    with pytest.raises(SampleError, match=f"{url} holds another store: nothing was written"):
+    with pytest.raises(SampleError, match=f"{url} is already a store: nothing was written"):
         samples.upload(tmp_path / "other", url)
     samples.upload(tmp_path / "other", url, overwrite=True)
     assert set(bucket.listed()) == {"mine.txt", *(path.name for path in (tmp_path / "other").iterdir())}

@@ -68,6 +68,24 @@ def test_parts_become_one_object_or_none(s3: S3, tmp_path: Path) -> None:
     assert bytes(bucket.read("whole")) == part * 4
 
 
+def test_an_object_is_created_only_where_there_is_none(
+    proxy: Proxy, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Bucket(s3.url("seam/created"), 1)
+    bucket.write("x", b"first", create=True)
+    with pytest.raises(ObjectError) as caught:
+        bucket.write("x", b"second", create=True)
+    assert caught.value.errno == errno.EEXIST and bytes(bucket.read("x")) == b"first"
+    proxy.answer = lambda line, number: 501 if writes(line) else None
+    with pytest.raises(ObjectError, match="answers 501") as caught:
+        bucket.write("y", b"", create=True)
+    assert caught.value.errno == errno.ENOTSUP
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    with pytest.raises(ObjectError) as caught:
+        Bucket(s3.url("seam/created")).write("x", b"second", create=True)
+    assert caught.value.errno == errno.ENOTSUP and bytes(bucket.read("x")) == b"first"
+
+
 @pytest.mark.parametrize(
     ("url", "text"),
     [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from penstock.errors import InvalidArgument
 from penstock.options import CHUNK_BYTES
@@ -27,7 +28,7 @@ from penstock.samples.objects.packing import (
     staging_path,
 )
 from penstock.samples.places import Progress, reporter
-from penstock.samples.progress import Packing, Recipe, lock_folder
+from penstock.samples.progress import Recipe, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import RawSample, Source
@@ -87,7 +88,7 @@ def pack(
     overwrite       replace the store that is at ``dest``. It stays until the new one, which is packed to a
                     hidden folder beside it, is whole; then they are exchanged in one step. The disk needs
                     room for both. Of a store in partitions each partition is replaced by itself. Objects
-                    cannot be exchanged: those of the old store go at once
+                    cannot be exchanged: those of the old store go at once. Who is still writing it is stopped
     staging         for objects, a folder of this machine where files wait until they are sent, and where
                     packing goes on after an interruption. By default a private one where temporary files are
                     (TMPDIR). It needs room for four data files, and what is not data
@@ -255,7 +256,7 @@ class _Packer:
         mark = None
         if durable:
             samples, state = self._builder.samples, self._builder.state()
-            mark = Packing(recipe=self._recipe, samples=samples, size_bytes=self._size_bytes, state=state)
+            mark = replace(self._writer.done, samples=samples, size_bytes=self._size_bytes, state=state)
         self._writer.put(pieces, mark)
         self._taken_unwritten = False
 

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
 class Packing(Sealed, frozen=True, kw_only=True):
     """A store that is being written: what of it is durable, before this is saved.
 
+    id           drawn when the packing was begun: its objects below a URL are known by it
     samples      that are packed
     size_bytes   of them
     files        by name, how much of each file they fill, and its CRC-32C (0 for data files)
@@ -66,6 +68,7 @@ class Packing(Sealed, frozen=True, kw_only=True):
     """
 
     recipe: Recipe
+    id: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
     samples: int = 0
     size_bytes: int = 0
     files: dict[str, FileSum] = msgspec.field(default_factory=dict)
@@ -183,31 +186,46 @@ def _check_exchange(beside: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """The folder, made where there is none, for this process alone."""
-    try:
-        created = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        if created:
-            files.sync_folder(folder.parent)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InvalidArgument(f"{folder} is not a folder: give one that is new or empty") from error
-    except OSError as error:
-        raise SampleError(f"cannot make a store at {folder}: {error.strerror}") from error
-    try:
+    while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SampleError(
-                f"another process is packing into {folder}: wait until it has ended, or choose another folder"
-            ) from error
+            created = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            if created:
+                files.sync_folder(folder.parent)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InvalidArgument(f"{folder} is not a folder: give one that is new or empty") from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise SampleError(f"cannot lock {folder}: {error.strerror}") from error
-            text = "%s cannot be locked (%s): see to it that no other process packs into it"
-            logger.warning(text, folder, error.strerror)
-        yield
-    finally:
-        os.close(descriptor)
+            raise SampleError(f"cannot make a store at {folder}: {error.strerror}") from error
+        try:
+            _lock(folder, descriptor)
+            if _is_there(folder, descriptor):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(folder: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise SampleError(
+            f"another process is packing into {folder}: wait until it has ended, or choose another folder"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise SampleError(f"cannot lock {folder}: {error.strerror}") from error
+        text = "%s cannot be locked (%s): see to it that no other process packs into it"
+        logger.warning(text, folder, error.strerror)
+
+
+def _is_there(folder: Path, descriptor: int) -> bool:
+    """False: who had it before has removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Packing:
@@ -215,11 +233,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Pac
     try:
         names = sorted(os.listdir(folder))
         _check_names(folder, names, overwrite)
-        packing = read(folder) if resume else None
-        if packing is None:
-            packing = Packing(recipe=recipe).save(folder / PROGRESS)
-        else:
-            _check_recipe(folder, packing.recipe, recipe)
+        packing = _begun(folder, recipe, resume)
         (folder / layout.MANIFEST).unlink(missing_ok=True)  # packing.json stays until all else is durable
         files.sync_folder(folder)
         _restore(folder, packing)
@@ -228,6 +242,21 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Pac
     except OSError as error:
         raise SampleError(f"cannot pack into {folder}: {error.strerror}") from error
     return packing
+
+
+def _begun(folder: Path, recipe: Recipe, resume: bool) -> Packing:
+    """The packing that goes on, or a new one, durable, which replaces the objects of the old one."""
+    try:
+        old = read(folder)
+    except SampleError:
+        if resume:
+            raise
+        old = None
+    if old is not None and resume:
+        _check_recipe(folder, old.recipe, recipe)
+        return old
+    new = Packing(recipe=recipe) if old is None else Packing(recipe=recipe, id=old.id)
+    return new.save(folder / PROGRESS)
 
 
 def _check_names(folder: Path, names: list[str], overwrite: bool) -> None:

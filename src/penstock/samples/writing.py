@@ -281,16 +281,26 @@ class StoreWriter(Closing):
             ).save(self.folder / layout.MANIFEST)
             if self._sending is not None:
                 self._sending.finish(made)
-                # From here on the folder is of no use; an interrupted removal leaves a packing of nothing.
-                Packing(recipe=recipe).save(self.folder / progress.PROGRESS)
-                progress.empty(self.folder, progress.PROGRESS)
-                if self._sending.removes_folder:
-                    self.folder.rmdir()
-                    return made
+                self._clear(self._sending)
             else:
                 (self.folder / progress.PROGRESS).unlink()
-            sync_folder(self.folder)
+                sync_folder(self.folder)
             return made
+
+    def _clear(self, sending: Sending) -> None:
+        """The store is whole elsewhere, and the folder of no use. What goes wrong is logged."""
+        self._files.close()  # NFS keeps what is open, under another name
+        try:
+            # An interrupted removal leaves a packing of nothing.
+            Packing(recipe=self.done.recipe).save(self.folder / progress.PROGRESS)
+            progress.empty(self.folder, progress.PROGRESS)
+            if sending.removes_folder:
+                self.folder.rmdir()
+            else:
+                sync_folder(self.folder)
+        except OSError as error:
+            text = "the store is whole. Remove %s, where its files waited and which cannot be emptied: %s"
+            logger.warning(text, self.folder, error.strerror)
 
     def _lookup(self) -> npt.NDArray[np.uint8]:
         """The bytes of lookup.bin. Raises SampleError where two samples have one name."""

@@ -43,8 +43,8 @@ Buffer: TypeAlias = Any  # what has the buffer protocol
 class ObjectError(OSError):
     """An object cannot be read or written. Who asked for it says what that means.
 
-    errno   ENOENT: there is none; EACCES: refused; ESTALE: it has changed; ETIMEDOUT: no answer came in time;
-            EIO: anything else
+    errno   ENOENT: there is none; EEXIST: there is one; EACCES: refused; ESTALE: it has changed; ETIMEDOUT:
+            no answer came in time; ENOTSUP: the server cannot do it; EIO: anything else
     reason  why, without the object's URL
     """
 
@@ -164,11 +164,14 @@ class Bucket:
         data: Buffer | Path | Iterable[Buffer],
         *,
         size_bytes: int = 0,
+        create: bool = False,
     ) -> ObjectInfo:
         """Write an object, at once: who reads it sees all of the old one, or all of the new one.
 
         data        its bytes, the path of a file, or its parts in order; an error of theirs leaves nothing
         size_bytes  about how many the parts are together: what is sent at once grows with it
+        create      only where there is none, of bytes. EEXIST: there is one, which may be this one: an answer
+                    may be lost. ENOTSUP: the server cannot tell
 
         Raises ObjectError.
         """
@@ -189,7 +192,8 @@ class Bucket:
             data = parts(data)
         part_bytes = max(_PART_BYTES, -(-max(counted, size_bytes) // _MOST_PARTS))
         with self._asking(name, "written") as store, _sendable(store, data) as sent:
-            done = store.put(name, sent, chunk_size=part_bytes)
+            mode = "create" if create else "overwrite"
+            done = store.put(name, sent, mode=mode, chunk_size=part_bytes)
         return ObjectInfo(counted, done["e_tag"])
 
     def delete(self, names: Iterable[str]) -> None:
@@ -408,6 +412,7 @@ _OF_STATUS = {
     412: errno.ESTALE,
     416: errno.ESTALE,
     429: errno.ETIMEDOUT,
+    501: errno.ENOTSUP,
 }
 _OF_NAME = {
     "NotFoundError": errno.ENOENT,
@@ -415,6 +420,8 @@ _OF_NAME = {
     "PermissionDeniedError": errno.EACCES,
     "UnauthenticatedError": errno.EACCES,
     "PreconditionError": errno.ESTALE,
+    "AlreadyExistsError": errno.EEXIST,
+    "NotImplementedError": errno.ENOTSUP,
 }
 
 
@@ -428,7 +435,7 @@ def _errno_of(error: Exception) -> int | None:
     text = str(error)
     if found := _STATUS.search(text):
         status = int(found[1])
-        return errno.ETIMEDOUT if status >= 500 else _OF_STATUS.get(status, errno.EIO)
+        return _OF_STATUS.get(status, errno.ETIMEDOUT if status >= 500 else errno.EIO)
     if any(word in text for word in ("error sending request", "kind: Connect", "timed out", "TimedOut")):
         return errno.ETIMEDOUT
     return errno.EIO if kind.__module__.startswith("obstore") else None

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
-
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import layout, progress
 from penstock.samples.manifest import StoreManifest
+from penstock.samples.objects.claim import PART_BYTES, Claim
 from penstock.samples.objects.place import as_sample_errors
-from penstock.samples.objects.upload import NOTE, PART_BYTES, claim, write
 from penstock.samples.writing import Background, restored
 from penstock.storage.files import Closing
 from penstock.storage.objects import Bucket, ObjectInfo
 
 DATA_FILE_BYTES = 1 << 30  # of a store that is packed below a URL, unless told otherwise
 
-_AGAIN = "Pack again with the same arguments: it goes on where it stopped"
+_AGAIN = ". Pack again with the same arguments: it goes on where it stopped"
 _WAITING = 1  # data files that are whole and wait, while one is sent
 
 
@@ -60,7 +57,7 @@ class Sending(Closing):
     def __init__(self, bucket: Bucket, *, overwrite: bool = False, removes_folder: bool = True) -> None:
         self._bucket, self._overwrite = bucket, overwrite
         self.removes_folder = removes_folder
-        self._folder, self._note = Path(), b""
+        self._folder = Path()
         self._put: set[str] = set()
         self._sent: list[str] = []
         self.sent_bytes = 0
@@ -68,34 +65,20 @@ class Sending(Closing):
         self._thread = Background(f"sending to {bucket}", _WAITING, progress=lambda: self.sent_bytes)
 
     def begin(self, folder: Path, done: progress.Packing) -> None:
-        """Send from the folder, which is locked, and where ``done`` is durable. A packing with the same
-        recipe from the same folder goes on.
+        """Send from the folder, which is locked, and where ``done`` is durable.
 
         Raises SampleError, before anything is changed, where another store is there, or another packing, or
         not all that was sent.
         """
-        who = [platform.node(), os.path.realpath(folder), self._bucket.url]
         self._folder = folder
-        self._note = hashlib.sha256(msgspec.json.encode([who, done.recipe])).digest()[:16]
         with as_sample_errors():
-            there = self._bucket.listed()
-            ours = {name: info for name, info in there.items() if layout.UPLOADED.fullmatch(name)}
-            is_same = NOTE in there and self._is_noted()
-            if (ours or NOTE in there) and not is_same and not self._overwrite:
-                whole = any(name.endswith(layout.MANIFEST) for name in ours)
-                what = "is already a store" if whole else "holds a part of another store"
-                raise SampleError(
-                    f"{self._bucket} {what}: nothing was written. Give another prefix, or replace it with "
-                    "overwrite=True (--overwrite)"
-                )
+            self._claim = claim = Claim(self._bucket, done.id.encode())
+            if not self._overwrite:
+                claim.check_free()
             kept = _sent_before(folder, done)
             for name, size_bytes in kept.items():
-                self._require(name, size_bytes, ours if is_same else {})
-            claim(self._bucket, self._note, ours.keys() - kept.keys())
-
-    def _is_noted(self) -> bool:
-        """Whether the objects are those of this packing."""
-        return bytes(self._bucket.read(NOTE)) == self._note
+                self._require(name, size_bytes, claim.there if claim.is_held else {})
+            claim.take(kept.keys())
 
     def _require(self, name: str, size_bytes: int, there: Mapping[str, ObjectInfo]) -> None:
         if name not in there or there[name].size_bytes != size_bytes:
@@ -126,14 +109,8 @@ class Sending(Closing):
                 self._require(name, size_bytes, there)
             elif not is_there:
                 self._send(name)
-        with as_sample_errors():
-            if NOTE not in there or not self._is_noted():
-                raise SampleError(
-                    f"somebody else has begun to write to {self._bucket}: pack again, elsewhere"
-                )
         self._send(layout.MANIFEST)
-        with as_sample_errors():
-            self._bucket.delete([NOTE])
+        self._claim.give_up()
 
     def break_off(self) -> None:
         """What is being sent leaves nothing, and what waits is not sent. Does not wait."""
@@ -146,11 +123,8 @@ class Sending(Closing):
 
     def _send(self, name: str) -> None:
         path = self._folder / name
-        try:
-            with as_sample_errors():
-                write(self._bucket, name, self._parts(path), path.stat().st_size)
-        except SampleError as error:
-            raise SampleError(f"{error}. {_AGAIN}") from error
+        with as_sample_errors(_AGAIN):
+            self._claim.write(name, self._parts(path), path.stat().st_size)
         self._sent.append(name)
 
     def _parts(self, path: Path) -> Iterator[bytes]:

@@ -59,8 +59,8 @@ def object_places(url: str, timeout_s: float, cache: CacheOptions | None) -> lis
 
 
 @contextmanager
-def as_sample_errors() -> Iterator[None]:
-    """What the seam raises becomes a SampleError."""
+def as_sample_errors(again: str = "") -> Iterator[None]:
+    """What the seam raises becomes a SampleError, which ends with ``again``."""
     try:
         yield
     except ObjectError as error:
@@ -71,7 +71,7 @@ def as_sample_errors() -> Iterator[None]:
             errno.EFBIG: "It is no manifest: give the URL of a store",
         }
         remedy = remedies.get(error.errno or 0, "Look at the server and the network")
-        raise with_errno(SampleError(f"{error.strerror}. {remedy}"), error.errno) from error
+        raise with_errno(SampleError(f"{error.strerror}. {remedy}{again}"), error.errno) from error
 
 
 class ObjectPlace(Place):

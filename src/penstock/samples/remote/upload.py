@@ -60,7 +60,7 @@ def upload(
     store      a store, or the folder in which several processes packed their partitions
     url        ``nvme+tcp://HOST:PORT/NQN?ns=1``: all of the namespace belongs to the store from then on; or
                ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``: other objects below it stay
-    overwrite  replace whatever is there; of objects, those of a store
+    overwrite  replace whatever is there; of objects, those of a store, also one that somebody else is writing
     progress   called now and then with the bytes that are durable so far, and those of all files
     timeout_s  longest wait for the target
 
