@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ import torch
 
 import penstock
 from penstock import checkpoint, cli
-from penstock.checkpoint import Manager
+from penstock.checkpoint import Manager, pieces
+from penstock.errors import CheckpointError
 from penstock.storage.objects import Bucket
+from tests.support.limits import most_more_memory
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, writes
 from tests.support.runs import PAGED
 from tests.support.states import STATES, numbers, same
@@ -148,6 +151,18 @@ def test_the_object_holds_the_values_at_the_call(folder: str) -> None:
     for step, handle in enumerate(handles):
         handle.wait()
         assert bool((checkpoint.load(f"{folder}/{step}")["a"] == step).all())
+
+
+def test_no_memory_for_a_buffer_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save({"a": numbers(3)}, f"{folder}/state")
+    monkeypatch.setattr(pieces, "_spare", deque(maxlen=pieces.DEPTH))
+    state = {"a": torch.ones(8 << 20, dtype=torch.uint8)}
+    with (
+        most_more_memory(1 << 20),
+        pytest.raises(CheckpointError, match=rf"{folder}/state cannot be written: Cannot allocate memory"),
+    ):
+        checkpoint.save(state, f"{folder}/state")
+    assert same(checkpoint.load(f"{folder}/state"), {"a": numbers(3)})
 
 
 def test_a_replaced_object_is_noticed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import subprocess
@@ -20,10 +21,12 @@ from penstock import checkpoint
 from penstock.checkpoint import pieces
 from penstock.checkpoint.reading import MappedFile
 from penstock.errors import CheckpointError
+from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.checksum import copy_crc32c
 from penstock.storage.native import PosixTransport
 from penstock.storage.transfer import Transfer
 from tests.support.faulty_transport import FaultyTransport, direct_path
+from tests.support.limits import most_more_memory
 from tests.support.states import numbers, same
 
 OLD = {"old": numbers(50)}
@@ -295,6 +298,29 @@ def test_a_limit_on_file_sizes_is_an_error(
         monkeypatch.setattr("penstock.checkpoint.replace._allocate", lambda *_: None)
     with largest_file(128 << 10), pytest.raises(CheckpointError, match="ulimit -f"):
         checkpoint.save(STATE, path)
+    assert os.listdir(path.parent) == ["state"]
+    assert same(checkpoint.load(path), OLD)
+
+
+def large_buffers() -> list[AlignedBuffer]:
+    gc.collect()
+    buffers = [each for each in gc.get_objects() if isinstance(each, AlignedBuffer)]
+    return [each for each in buffers if each.size_bytes >= 32 << 20]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_memory_for_a_buffer_is_an_error(wait: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(32 << 20, dtype=torch.uint8)}
+    copied_bytes = 0 if wait else 34 << 20  # there is memory for that, and not for the header
+    monkeypatch.setattr(pieces, "_spare", deque(maxlen=pieces.DEPTH))
+    before = large_buffers()
+    with (
+        most_more_memory(copied_bytes + (1 << 20)),
+        pytest.raises(CheckpointError, match=rf"{path} cannot be written: Cannot allocate memory.*unchanged"),
+    ):
+        if handle := checkpoint.save(state, path, wait=wait):
+            handle.wait()
+    assert large_buffers() == before, "the copy is held"
     assert os.listdir(path.parent) == ["state"]
     assert same(checkpoint.load(path), OLD)
 

@@ -205,7 +205,10 @@ def _run(
         with held:
             work()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they hold the copy of the tensors
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)  # they hold the copy of the tensors
+            cause = cause.__context__
         future.set_exception(error)
     else:
         future.set_result(None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock._native import Descriptor
 from penstock.checkpoint.failures import cannot_write
 from penstock.core.files import lock, remove_unlocked, sync_folder
-from penstock.errors import CheckpointError
+from penstock.errors import PenstockError
 from penstock.storage import files
 
 # Errors of operations that a system or file system does not support.
@@ -38,7 +38,7 @@ def replacing(path: Path, size_bytes: int, needed_bytes: int) -> Iterator[Replac
     try:
         with Replacement(path, size_bytes) as replacement:
             yield replacement
-    except CheckpointError:
+    except PenstockError:
         raise
     except OSError as error:
         if replacement is None:

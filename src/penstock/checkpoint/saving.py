@@ -32,11 +32,11 @@ from penstock.checkpoint.pieces import (
 )
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.remote import ObjectPath, no_io_paths
-from penstock.checkpoint.replace import Replacement
+from penstock.checkpoint.replace import Replacement, replacing
 from penstock.checkpoint.source import PathLike, place_of
 from penstock.checkpoint.tensors import Stored
 from penstock.checkpoint.tree import flatten
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.options import IoOptions
 from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up, view_at
@@ -172,13 +172,18 @@ def save_now(contents: Contents, path: Path | ObjectPath, io: IoOptions | None) 
     if isinstance(path, ObjectPath):
         no_io_paths(path, io)
         background.wait_for(path)
-        _upload_through(contents, path)
+        try:
+            _upload_through(contents, path)
+        except PenstockError:
+            raise
+        except OSError as error:
+            raise path.failure(error) from error
         return
     way = io_path("write", path, contents.size_bytes, io)
-    with _replacement(path, contents.size_bytes) as replacement:
+    with replacing(path, contents.size_bytes, contents.size_bytes) as replacement:
         background.wait_for(replacement.path)
         _write_through(contents, replacement, way)
-        _commit(replacement, contents.size_bytes)
+        replacement.commit(contents.size_bytes)
 
 
 def save_in_background(
@@ -213,7 +218,7 @@ def _writing(
         contents = held.enter_context(_copied_beside(snapshot, contents, path))
     else:
         held.enter_context(background.room_for(contents.data_bytes))
-    replacement = held.enter_context(_replacement(path, contents.size_bytes))
+    replacement = held.enter_context(replacing(path, contents.size_bytes, contents.size_bytes))
     if snapshot is not None:
         write = partial(_write_through, contents, replacement, way, snapshot)
     else:
@@ -221,7 +226,7 @@ def _writing(
 
     def write_and_commit() -> None:
         write()
-        _commit(replacement, contents.size_bytes)
+        replacement.commit(contents.size_bytes)
 
     return write_and_commit, replacement.path
 
@@ -234,11 +239,12 @@ def _uploading(contents: Contents, path: ObjectPath, held: contextlib.ExitStack)
         return partial(_upload, held.enter_context(_copied(contents, path)), path)
     contents = held.enter_context(_copied_beside(snapshot, contents, path))
     # Who writes to a tensor waits for a disk, and not for a network.
-    staged = held.enter_context(_replacement(snapshot.folder / path.name, contents.size_bytes))
+    size_bytes, staging = contents.size_bytes, snapshot.folder / path.name
+    staged = held.enter_context(replacing(staging, size_bytes, size_bytes))
 
     def upload() -> None:
         _write_through(contents, staged, shared_path(), snapshot)
-        descriptor, size_bytes = staged.file.buffered, contents.size_bytes
+        descriptor = staged.file.buffered
         offsets = range(0, size_bytes, PIECE_BYTES)
         parts = (os.pread(descriptor, min(PIECE_BYTES, size_bytes - offset), offset) for offset in offsets)
         path.write(parts, size_bytes)
@@ -253,21 +259,6 @@ def _snapshot(contents: Contents, held: contextlib.ExitStack) -> Snapshot | None
         return None
     held.callback(snapshot.close)
     return snapshot
-
-
-def _replacement(path: Path, size_bytes: int) -> Replacement:
-    try:
-        return Replacement(path, size_bytes)
-    except OSError as error:
-        raise cannot_write(path, error, size_bytes) from error
-
-
-def _commit(replacement: Replacement, size_bytes: int) -> None:
-    """Take the old file's place."""
-    try:
-        replacement.commit(size_bytes)
-    except OSError as error:
-        raise cannot_write(replacement.path, error, size_bytes, None, replacement.committed) from error
 
 
 # -- the file ---------------------------------------------------------------------------------
