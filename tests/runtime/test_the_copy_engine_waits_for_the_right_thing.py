@@ -12,7 +12,7 @@ import torch
 from penstock.errors import SpillError
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage, Storages
-from tests.support.scripted import ScriptedDevice
+from tests.support.scripted import ScriptedDevice, content, packed_size
 
 PIECE = 100
 
@@ -141,6 +141,22 @@ def test_a_refused_demand_is_tried_again_when_as_much_has_left(monkeypatch: pyte
     with bench.device.serving(bench.engine):
         bench.engine.demand([wanted])
     assert wanted.state == RESIDENT and len(asked) == 2
+
+
+def test_what_is_packed_and_leaves_while_memory_is_found_for_it_comes_back_by_its_copy() -> None:
+    bench = Bench(2 * PIECE, timeout_s=5.0)
+    managed = bench.make()
+    bench.kept[0].fill_(7)
+    bench.engine.evict(managed, packs=4, release=True)
+    bench.device.finish(bench.device.pending[0])
+    assert managed.state == AWAY and managed.packed_bytes and managed.freeing_bytes
+    managed.pins += 1
+    bench.device.at_once = 1.0  # what waits finds the packed bytes written
+    bench.engine.demand([managed])
+    packed_bytes = packed_size(managed)
+    assert [moved.size_bytes for moved in bench.engine.moved] == [packed_bytes, packed_bytes, PIECE]
+    assert managed.state == RESIDENT and content(bench.kept[0]) == bytes([7]) * PIECE
+    assert bench.device.live == {managed.key: PIECE}
 
 
 def test_what_a_prefetch_began_while_a_kernel_waited_for_room_is_not_brought_twice() -> None:

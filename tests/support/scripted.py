@@ -167,12 +167,17 @@ class ScriptedDevice(Copies):
             return True
         storage.resize_(managed.size_bytes)
         self.take(managed.key, managed.size_bytes)
+        if waits:
+            self.poll()
         return True
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        self._begin(Pending(False, managed, storage, done, managed.key in self.stays_packed))
+        packed = managed.key in self.stays_packed
+        expands = managed.key in self.packed or self.memory.in_arena
+        assert packed or expands or not managed.slot.packed_bytes, "copied in whole, and its copy is packed"
+        self._begin(Pending(False, managed, storage, done, packed))
 
     def _begin(self, copy: Pending) -> None:
         if self._in_trouble():
