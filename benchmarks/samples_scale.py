@@ -71,12 +71,17 @@ class Reader(Closing):
             store.close()
         self._stores = {}
 
-    def mount(self, folders: list[Path], data: Data, world: int) -> None:
+    def mount(self, folders: list[Path], data: Data, world_size: int) -> None:
         self.close()
-        self._folders, self._data, self._world = folders, data, world
+        self._folders, self._data, self._world = folders, data, world_size
         for how, io in IO.items():
             self._stores[how] = samples.mount(
-                folders, rank=self._index, world=world, cache_bytes=CACHE_BYTES, io=io, prefetch_bytes="16MiB"
+                folders,
+                rank=self._index,
+                world_size=world_size,
+                cache_bytes=CACHE_BYTES,
+                io=io,
+                prefetch_bytes="16MiB",
             )
 
     def penstock(self, how: str, epoch: int, most_s: float) -> tuple[float, float, int]:
@@ -212,37 +217,40 @@ def throughput(
 ) -> dict[str, list[float]]:
     """Samples a second of each round, by "READER TEMPERATURE PROCESSES"."""
     found: dict[str, list[float]] = {}
-    for world in PROCESSES:
-        folders = [made(place, data, world, part) for part, place in parts(places, world)]
-        readers.ask(world, "mount", folders, data, world)
+    for world_size in PROCESSES:
+        folders = [made(place, data, world_size, part) for part, place in parts(places, world_size)]
+        readers.ask(world_size, "mount", folders, data, world_size)
         for how in IO:
-            everything = sorted(number for each in readers.ask(world, "seen", how) for number in each)
+            everything = sorted(number for each in readers.ask(world_size, "seen", how) for number in each)
             if everything != list(range(data.count)):
-                raise RuntimeError(f"{how}: {world} processes did not read every sample exactly once")
+                raise RuntimeError(f"{how}: {world_size} processes did not read every sample exactly once")
         rows = [(reader, how) for reader in READERS for how in IO]
         for number in range(rounds):
             for reader, how in rotated(rows, number):
                 for folder in folders:
                     (drop if how == "cold" else warm)(folder.parent)
-                answers = readers.ask(world, reader, how, number, turn_s)
+                answers = readers.ask(world_size, reader, how, number, turn_s)
                 took_s = together_s([(began, ended) for began, ended, _ in answers])
                 rate = sum(count for _, _, count in answers) / took_s
-                found.setdefault(f"{reader} {how} {world}", []).append(rate)
-        readers.ask(world, "close")
+                found.setdefault(f"{reader} {how} {world_size}", []).append(rate)
+        readers.ask(world_size, "close")
     return found
 
 
-def parts(places: list[Path], world: int) -> list[tuple[int, Path]]:
+def parts(places: list[Path], world_size: int) -> list[tuple[int, Path]]:
     """A directory for each partition: on another disk each, where there are as many."""
-    found = [(part, places[part % len(places)] / f"{world}-disks" / f"disk-{part}") for part in range(world)]
+    found = [
+        (part, places[part % len(places)] / f"{world_size}-disks" / f"disk-{part}")
+        for part in range(world_size)
+    ]
     for _, place in found:
         place.mkdir(parents=True, exist_ok=True)
     return found
 
 
-def made(place: Path, data: Data, world: int, part: int) -> Path:
+def made(place: Path, data: Data, world_size: int, part: int) -> Path:
     """A partition as a store in its directory, and the same samples in one packed file beside it."""
-    begin, end = (data.count * edge // world for edge in (part, part + 1))
+    begin, end = (data.count * edge // world_size for edge in (part, part + 1))
     with open(place / "packed", "wb") as packed:
         for index in range(begin, end):
             packed.write(data.sample(index))
@@ -275,11 +283,11 @@ def training(
 def show(data: Data, found: dict[str, Any]) -> None:
     print(f"{data.count} samples of {format_bytes(data.size_bytes)}")
     for name, rates in found["throughput"].items():
-        reader, how, world = name.split(" ")
+        reader, how, world_size = name.split(" ")
         rate = statistics.median(rates)
         alone = statistics.median(found["throughput"][f"{reader} {how} 1"])
         print(
-            f"  {reader:<8} {how} {world} processes  {rate:12,.0f} samples/s  "
+            f"  {reader:<8} {how} {world_size} processes  {rate:12,.0f} samples/s  "
             f"{format_rate(rate * data.size_bytes):>11}  {rate / alone:5.2f} x one  "
             f"({min(rates):,.0f} to {max(rates):,.0f})"
         )

@@ -50,14 +50,14 @@ class Client(Closing):
             self._store.close()
         self._store = None
 
-    def mount(self, urls: list[str], world: int) -> None:
+    def mount(self, urls: list[str], world_size: int) -> None:
         self.close()
         self._store = samples.mount(
             urls,
             rank=self._index,
-            world=world,
+            world_size=world_size,
             cache_bytes=CACHE_BYTES,
-            prefetch_bytes=max(PREFETCH_BYTES, PREFETCH_BYTES_A_DEVICE * len(urls) // world),
+            prefetch_bytes=max(PREFETCH_BYTES, PREFETCH_BYTES_A_DEVICE * len(urls) // world_size),
         )
 
     def epoch(self, epoch: int, batch: int, keep: bool) -> tuple[float, float, int, list[int]]:
@@ -75,7 +75,7 @@ class Client(Closing):
 
 def rows() -> list[tuple[int, int]]:
     """Devices and clients."""
-    return [(n, world) for n in DEVICES for world in sorted({1, n, CLIENTS})]
+    return [(n, world_size) for n in DEVICES for world_size in sorted({1, n, CLIENTS})]
 
 
 def measure(options: argparse.Namespace, folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -130,26 +130,26 @@ def in_turns(
 ) -> dict[str, list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {}
     batch = BATCH[data.size_bytes]
-    for devices, world in chosen:  # as fast as they can: every sample exactly once
-        _mount(clients, targets[:devices], world)
-        seen = [number for one in clients.ask(world, "epoch", 0, batch, True) for number in one[3]]
+    for devices, world_size in chosen:  # as fast as they can: every sample exactly once
+        _mount(clients, targets[:devices], world_size)
+        seen = [number for one in clients.ask(world_size, "epoch", 0, batch, True) for number in one[3]]
         if sorted(seen) != list(range(devices * each)):
-            raise RuntimeError(f"{world} clients did not read every sample of {devices} drives exactly once")
+            raise RuntimeError(f"{world_size} clients did not read each sample of {devices} drives once")
     for number in range(options.rounds):
         tell(f"round {number + 1}")
-        for devices, world in rotated(chosen, number):
+        for devices, world_size in rotated(chosen, number):
             for target in targets:
                 target.set(rate=0)
-            _mount(clients, targets[:devices], world)
+            _mount(clients, targets[:devices], world_size)
             before = sum(target.stats()["read_bytes"] for target in targets)
             for target in targets:
                 target.set(rate=RATE_BYTES_PER_S)
-            answers = clients.ask(world, "epoch", number + 1, batch, False)
+            answers = clients.ask(world_size, "epoch", number + 1, batch, False)
             took_s = together_s([(began, ended) for began, ended, _, _ in answers])
             count = sum(one[2] for one in answers)
             moved_bytes = sum(target.stats()["read_bytes"] for target in targets) - before
             ideal_bytes = took_s * devices * RATE_BYTES_PER_S
-            found.setdefault(f"{devices} {world}", []).append(
+            found.setdefault(f"{devices} {world_size}", []).append(
                 {
                     "wall_s": took_s,
                     "samples": count,
@@ -162,8 +162,8 @@ def in_turns(
     return found
 
 
-def _mount(clients: Processes, targets: Sequence[Target], world: int) -> None:
-    clients.ask(world, "mount", [url_of(target) for target in targets], world)
+def _mount(clients: Processes, targets: Sequence[Target], world_size: int) -> None:
+    clients.ask(world_size, "mount", [url_of(target) for target in targets], world_size)
 
 
 def show(console: Console, found: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ def test_files_are_packed_and_the_store_is_named(tree: Path, capsys: pytest.Capt
 
 def test_parts_of_several_processes_are_one_store(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
-        told(capsys, "pack", "tree", "store", "--rank", str(rank), "--world", "2")
+        told(capsys, "pack", "tree", "store", "--rank", str(rank), "--world-size", "2")
     found = values(capsys, "info", "store")
     assert found["partitions"] == 2 and found["samples"] == 5
     assert len(values(capsys, "ls", "store")["samples"]) == 5
@@ -212,7 +212,7 @@ def test_bench_compares_what_reads_samples(store: str, capsys: pytest.CaptureFix
         (("pack", "tree", "store"), "store"),
         (("pack", "tree", "tree/inside"), "tree"),
         (("pack", "tree", "new", "--chunk-bytes", "1000"), "4096"),
-        (("pack", "tree", "new", "--rank", "2", "--world", "2"), "rank"),
+        (("pack", "tree", "new", "--rank", "2", "--world-size", "2"), "rank"),
         (("pack", "tree", "new", "--name-column", "x"), "name_column"),
         (("pack", "tree/cat", "tree/dog", "new"), "takes one path"),
         (("pack", "tree", "tree", "new", "--format", "arrays"), "takes one path"),

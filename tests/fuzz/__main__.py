@@ -119,11 +119,13 @@ def _states(folder: Path) -> Target:
     rows = [{"tokens": np.arange(size, dtype=np.int32)} for size in (3, 9, 5, 1, 7, 4, 8, 2)]
     pack(rows, folder / "store")
     loaders = [
-        Loader(mount(folder / "store"), batch_size=2, collate=list),
+        Loader(mount(folder / "store"), batch_size=2, collate_fn=list),
         Loader(
-            Mixture({mount(folder / "store"): 2.0, mount(folder / "store"): 1.0}), batch_size=2, collate=list
+            Mixture({mount(folder / "store"): 2.0, mount(folder / "store"): 1.0}),
+            batch_size=2,
+            collate_fn=list,
         ),
-        Loader(packed(mount(folder / "store"), 8, tokens="tokens"), batch_size=1, collate=list),
+        Loader(packed(mount(folder / "store"), 8, tokens="tokens"), batch_size=1, collate_fn=list),
     ]
     seeds = []
     for loader in loaders:

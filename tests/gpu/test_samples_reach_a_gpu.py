@@ -29,7 +29,7 @@ def test_batches_are_pinned_and_arrive(tmp_path: Path, threads: int, decode: obj
     write_store(tmp_path / "store", [(str(i), data) for i, data in enumerate(contents)])
     with mount(tmp_path / "store") as store:
         seen = []
-        for batch in Loader(store, 8, decode=decode, threads=threads, pin_memory=True):
+        for batch in Loader(store, 8, decode=decode, num_threads=threads, pin_memory=True):
             tensors = list(batch.values()) if isinstance(batch, dict) else list(batch)
             assert all(tensor.is_pinned() for tensor in tensors)
             on_gpu = [tensor.to(DEVICE, non_blocking=True) for tensor in tensors]

@@ -302,10 +302,10 @@ from tests.support.ranks import leave
 
 urls, out = json.loads(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
+rank, world_size = dist.get_rank(), dist.get_world_size()
 for how in ("alone", "together"):
     if how == "alone":
-        store = mount(urls, cache_bytes="64KiB", rank=rank, world=world)
+        store = mount(urls, cache_bytes="64KiB", rank=rank, world_size=world_size)
     else:
         store = mount(urls[rank], cache_bytes="64KiB", group=dist.group.WORLD)
     store.sequence(seed=3, epoch=1)

@@ -73,8 +73,8 @@ def test_the_disks_hold_what_the_format_says(machine: Machine, folder: Path, tmp
         assert read_store(partition) == samples
 
 
-def read_share(urls: list[str], rank: int, world: int, queue: Any) -> None:
-    with mount(urls, "chunk", "40KiB", rank, world, timeout_s=TIMEOUT_S) as store:
+def read_share(urls: list[str], rank: int, world_size: int, queue: Any) -> None:
+    with mount(urls, "chunk", "40KiB", rank, world_size, timeout_s=TIMEOUT_S) as store:
         store.sequence(seed=5)
         queue.put(json.dumps({index: data.hex() for index, data in epoch(store).items()}))
 

@@ -280,3 +280,38 @@ def test_tensors_of_another_thread_leave_for_those_of_a_kernel(tmp_path: Path) -
                 ]
             assert found == [True, True, True]
             assert bool((others.pop() == 7).all())
+
+
+def test_garbage_of_a_run_that_failed_takes_nothing_from_the_next(tmp_path: Path) -> None:
+    """A step that fails leaves its tensors in cycles, as of frames."""
+    gc.disable()
+    try:
+        with pytest.raises(penstock.SpillSpaceFull), _offload(tmp_path, disk_budget=2 * MIB) as run:
+            kept: list[Any] = []
+            kept.append(kept)
+            for number in range(12):
+                with run.step():
+                    kept.append(torch.full((PIECE,), float(number)))
+        del kept
+        with _offload(tmp_path) as run:
+            assert not open_runs.lingering
+            for number in range(8):
+                with run.step():
+                    tensors = [torch.full((PIECE,), float(number + i)) for i in range(8)]
+                    assert [float(tensor[7]) for tensor in tensors] == list(range(number, number + 8))
+    finally:
+        gc.enable()
+
+
+def test_a_full_disk_is_told_where_steps_fitted_until_now(tmp_path: Path) -> None:
+    """Operators of such steps are not seen."""
+    kept = []
+    with _offload(tmp_path, disk_budget=2 * MIB) as run:
+        with pytest.raises(penstock.SpillSpaceFull, match="is full, and nothing can leave"):
+            for number in range(12):
+                with run.step():
+                    kept.append(torch.full((PIECE,), float(number)))
+        del kept[2:]
+        with run.step():
+            kept.append(torch.full((PIECE,), 3.0))
+        assert [float(tensor[5]) for tensor in kept] == [0, 1, 3]

@@ -53,10 +53,10 @@ def test_every_kept_sample_comes_once_to_any_number_of_processes(
 ) -> None:
     state: dict[str, Any] | None = None
     seen: list[int] = []
-    for world, batches in [*stops, (last, None)]:
+    for world_size, batches in [*stops, (last, None)]:
         states = []
-        for rank in range(world):
-            source = filtered(store(folder, order, rank=rank, world=world), sorted(kept))
+        for rank in range(world_size):
+            source = filtered(store(folder, order, rank=rank, world_size=world_size), sorted(kept))
             loader = Loader(source, batch_size, seed=3, decode=lambda sample: (sample.index, sample.data[0]))
             if state is not None:
                 loader.load_state_dict(state)
@@ -134,7 +134,7 @@ def increased(sample: Sample) -> int:
 @pytest.mark.parametrize("threads", [0, 2])
 def test_maps_compose_and_positions_stay(folder: Path, threads: int) -> None:
     def make() -> Loader:
-        return Loader(mapped(mapped(store(folder), double), increased), 8, threads=threads)
+        return Loader(mapped(mapped(store(folder), double), increased), 8, num_threads=threads)
 
     plain = Loader(store(folder), 8, decode_batch=lambda batch: batch.indices.tolist())
     whole = [[2 * index + 1 for index in batch] for batch in plain]

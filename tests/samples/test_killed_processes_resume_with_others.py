@@ -23,19 +23,23 @@ TOKENS, IMAGES = 300, 200
 EVERY = 3  # batches between checkpoints
 
 
-def make_source(folder: Path, rank: int, world: int) -> Mixture:
+def make_source(folder: Path, rank: int, world_size: int) -> Mixture:
     """Blocks of a store of tokens, and every other sample of a store of bytes, each once an epoch."""
     tokens, images = (
-        mount(folder / name, cache_bytes="64KiB", rank=rank, world=world) for name in ("tokens", "images")
+        mount(folder / name, cache_bytes="64KiB", rank=rank, world_size=world_size)
+        for name in ("tokens", "images")
     )
     blocks, some = packed(tokens, 128, tokens="uint16"), filtered(images, range(0, IMAGES, 2))
     return Mixture({blocks: len(blocks), some: len(some)})
 
 
-def train(folder: Path, rank: int, world: int, states: list[dict[str, Any]]) -> None:
+def train(folder: Path, rank: int, world_size: int, states: list[dict[str, Any]]) -> None:
     """As a training process does: a checkpoint every few batches, of its state and what it has trained on."""
     loader = Loader(
-        make_source(folder, rank, world), 4, decode_batch=lambda batch: batch.indices.tolist(), threads=1
+        make_source(folder, rank, world_size),
+        4,
+        decode_batch=lambda batch: batch.indices.tolist(),
+        num_threads=1,
     )
     if states:
         loader.load_state_dict(merge_states(states))
@@ -48,7 +52,7 @@ def train(folder: Path, rank: int, world: int, states: list[dict[str, Any]]) -> 
             save(folder / f"checkpoint-{step}-{rank}", {"seen": seen, "state": loader.state_dict()})
     if not states:
         signal.pause()  # the other may have begun later: until both are killed
-    save(folder / f"end-{world}-{rank}", {"seen": seen})
+    save(folder / f"end-{world_size}-{rank}", {"seen": seen})
 
 
 def save(path: Path, value: Any) -> None:
@@ -56,13 +60,13 @@ def save(path: Path, value: Any) -> None:
     os.replace(path.with_suffix(".next"), path)
 
 
-def start(folder: Path, rank: int, world: int, states: list[dict[str, Any]]) -> subprocess.Popen[bytes]:
+def start(folder: Path, rank: int, world_size: int, states: list[dict[str, Any]]) -> subprocess.Popen[bytes]:
     code = (
         "import json, sys; from pathlib import Path; "
         "from tests.samples.test_killed_processes_resume_with_others import train; "
         "train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
     )
-    arguments = [str(folder), str(rank), str(world), json.dumps(states)]
+    arguments = [str(folder), str(rank), str(world_size), json.dumps(states)]
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
 
 

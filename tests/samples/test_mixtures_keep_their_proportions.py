@@ -58,27 +58,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stores(folder: Path, rank: int = 0, world: int = 1) -> list[Any]:
+def stores(folder: Path, rank: int = 0, world_size: int = 1) -> list[Any]:
     """Of 64, 40 and 3 samples: a filtered one in chunk order, one in full order, and a tiny one."""
     orders = ("chunk", "full", "chunk")
     made = [
-        mount(folder / str(number), order, CACHE_BYTES, rank, world, timeout_s=10)
+        mount(folder / str(number), order, CACHE_BYTES, rank, world_size, timeout_s=10)
         for number, order in enumerate(orders)
     ]
     return [filtered(made[0], KEPT), *made[1:]]
 
 
 def loaders(
-    folder: Path, world: int, batch_size: int, weights: Sequence[float], samples: int | None, **options: Any
+    folder: Path,
+    world_size: int,
+    batch_size: int,
+    weights: Sequence[float],
+    samples: int | None,
+    **options: Any,
 ) -> list[Loader]:
     return [
         Loader(
-            Mixture(dict(zip(stores(folder, rank, world), weights, strict=True)), samples_per_epoch=samples),
+            Mixture(
+                dict(zip(stores(folder, rank, world_size), weights, strict=True)), samples_per_epoch=samples
+            ),
             batch_size,
             decode_batch=lambda batch: batch.indices.tolist(),
             **options,
         )
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 
@@ -119,9 +126,9 @@ def test_other_numbers_of_processes_get_every_remaining_sample_once(
     state: dict[str, Any] | None = None
     seen: list[int] = []
     draws: Sequence[int] = ()
-    for world, batches in [*stops, (last, None)]:
+    for world_size, batches in [*stops, (last, None)]:
         states = []
-        for loader in loaders(folder, world, batch_size, weights, samples, seed=3):
+        for loader in loaders(folder, world_size, batch_size, weights, samples, seed=3):
             assert isinstance(loader.store, Mixture)
             draws = loader.store.draws(epoch)
             loader.set_epoch(epoch)
@@ -141,10 +148,10 @@ def test_other_numbers_of_processes_get_every_remaining_sample_once(
 @given(
     weights=mixes,
     uneven=st.lists(st.integers(0, 30), min_size=1, max_size=4),
-    world=st.integers(1, 4),
+    world_size=st.integers(1, 4),
 )
 def test_processes_that_took_unequally_much_merge_their_states(
-    folder: Path, weights: tuple[float, ...], uneven: list[int], world: int
+    folder: Path, weights: tuple[float, ...], uneven: list[int], world_size: int
 ) -> None:
     seen, states = [], []
     for loader, batches in zip(loaders(folder, len(uneven), 3, weights, 300), uneven, strict=True):
@@ -152,7 +159,7 @@ def test_processes_that_took_unequally_much_merge_their_states(
         states.append(loader.state_dict())
     merged = merge_states(states)
     draws: Sequence[int] = ()
-    for loader in loaders(folder, world, 5, weights, 300):
+    for loader in loaders(folder, world_size, 5, weights, 300):
         assert isinstance(loader.store, Mixture)
         draws = loader.store.draws()
         if not from_state(merged).over:
@@ -165,7 +172,7 @@ def test_processes_that_took_unequally_much_merge_their_states(
 @given(
     weights=mixes,
     batch_size=st.integers(1, 13),
-    world=st.integers(1, 3),
+    world_size=st.integers(1, 3),
     stops=st.lists(st.integers(0, 9), max_size=3),
     drop_last=st.booleans(),
     threads=st.sampled_from([0, 2]),
@@ -174,18 +181,18 @@ def test_the_same_number_of_processes_gets_the_same_batches(
     folder: Path,
     weights: tuple[float, ...],
     batch_size: int,
-    world: int,
+    world_size: int,
     stops: list[int],
     drop_last: bool,
     threads: int,
 ) -> None:
     def make() -> list[Loader]:
-        options: dict[str, Any] = {"drop_last": drop_last, "threads": threads, "seed": 5}
-        return loaders(folder, world, batch_size, weights, 200, **options)
+        options: dict[str, Any] = {"drop_last": drop_last, "num_threads": threads, "seed": 5}
+        return loaders(folder, world_size, batch_size, weights, 200, **options)
 
     whole = [received(loader) for loader in make()]
     assert [len(each) for each in whole] == [len(loader) for loader in make()]
-    for rank in range(world):
+    for rank in range(world_size):
         batches: list[list[int]] = []
         state: dict[str, Any] | None = None
         for stop in [*stops, None]:
@@ -221,15 +228,17 @@ def sources_of(mixtures: Sequence[Mixture], batch_size: int) -> np.ndarray[Any, 
     return np.concatenate([batch for each in rounds for batch in each])
 
 
-@pytest.mark.parametrize(("world", "batch_size"), [(1, 256), (7, 64), (96, 16)])
-def test_every_window_of_10000_samples_has_its_proportions(many: Path, world: int, batch_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 256), (7, 64), (96, 16)])
+def test_every_window_of_10000_samples_has_its_proportions(
+    many: Path, world_size: int, batch_size: int
+) -> None:
     weights = (0.55, 0.3, 0.15)
     mixtures = [
         Mixture(
             dict(zip([mount(many / str(number)) for number in range(3)], weights, strict=True)),
             samples_per_epoch=40_000,
         )
-        for _ in range(world)
+        for _ in range(world_size)
     ]
     sources = sources_of(mixtures, batch_size)
     assert len(sources) == 40_000
@@ -284,7 +293,7 @@ def test_formats_and_places_mix(tmp_path: Path) -> None:
         )
         records, maps = mount(tmp_path / "records"), mount(tmp_path / "maps")
         mixture = Mixture({records: 12, maps: 8, remote: 4})
-        loader = Loader(mixture, 5, threads=2)
+        loader = Loader(mixture, 5, num_threads=2)
         batches = list(loader)
         rows = torch.cat([batch["x"] for batch in batches])
         assert sorted(rows[:, 0].tolist()) == [
@@ -377,7 +386,7 @@ def test_what_cannot_be_mixed_is_refused(folder: Path, tmp_path: Path) -> None:
         ({3.5: 1}, "a float gives no samples"),
         ({Mixture({a: 1}): 1}, "cannot hold a Mixture"),
         ({mount(tmp_path / "none"): 1}, "holds no samples to mix"),
-        ({b: 1, mount(folder / "0", rank=1, world=2): 1}, "mount all with the same rank and world"),
+        ({b: 1, mount(folder / "0", rank=1, world_size=2): 1}, "mount all with the same rank and world_size"),
     ]:
         with pytest.raises(InvalidArgument, match=message):
             Mixture(sources)  # type: ignore[arg-type]
@@ -449,8 +458,8 @@ def test_rounds_of_passes_are_left_out_and_nothing_changes(data: st.DataObject) 
 def test_a_long_epoch_of_a_tiny_store_goes_on_at_once(folder: Path) -> None:
     """3 samples come 200 million times."""
 
-    def loader(rank: int, world: int) -> Loader:
-        _, big, tiny = stores(folder, rank, world)
+    def loader(rank: int, world_size: int) -> Loader:
+        _, big, tiny = stores(folder, rank, world_size)
         mixed = Mixture({big: 0.4, tiny: 0.6}, samples_per_epoch=1_000_000_000)
         return Loader(mixed, 10, decode_batch=lambda batch: batch.indices.tolist())
 

@@ -102,13 +102,13 @@ def test_a_link_to_a_store_leads_to_the_new_one(tmp_path: Path) -> None:
 def test_a_part_of_a_store_is_replaced(tmp_path: Path) -> None:
     items = samples_of(6)
     for rank in (0, 1):
-        pack(Listed(items), tmp_path / "store", rank=rank, world=2)
+        pack(Listed(items), tmp_path / "store", rank=rank, world_size=2)
     with pytest.raises(Stopped):
-        pack(Listed(ITEMS, stop=1), tmp_path / "store", rank=1, world=2, overwrite=True)
+        pack(Listed(ITEMS, stop=1), tmp_path / "store", rank=1, world_size=2, overwrite=True)
     with mount(tmp_path / "store") as store:
         assert [store.read(name) for name, _ in items] == [data for _, data in items]
     for rank in (0, 1):
-        pack(Listed(ITEMS), tmp_path / "store", rank=rank, world=2, overwrite=True, resume=False)
+        pack(Listed(ITEMS), tmp_path / "store", rank=rank, world_size=2, overwrite=True, resume=False)
     with mount(tmp_path / "store") as store:
         assert {name: store.read(name) for name in store.names()} == dict(ITEMS)
     assert len(os.listdir(tmp_path / "store")) == 2
@@ -240,11 +240,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_parts_of_another_number_are_not_mixed_in(tmp_path: Path) -> None:
-    pack(Listed(ITEMS), tmp_path / "store", rank=0, world=2)
+    pack(Listed(ITEMS), tmp_path / "store", rank=0, world_size=2)
     with pytest.raises(
         InvalidArgument, match="holds 'part-00000-of-00002', which is not a partition of a store of 3"
     ):
-        pack(Listed(ITEMS), tmp_path / "store", rank=0, world=3)
+        pack(Listed(ITEMS), tmp_path / "store", rank=0, world_size=3)
     with pytest.raises(InvalidArgument, match="holds 'part-00000-of-00002'"):
         pack(Listed(ITEMS), tmp_path / "store")
 

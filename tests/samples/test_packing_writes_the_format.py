@@ -81,7 +81,7 @@ def test_samples_of_8_mib_and_more_keep_their_length(tmp_path: Path) -> None:
 def test_processes_pack_disjoint_partitions(tmp_path: Path) -> None:
     items = samples_of(10)
     for rank in range(3):
-        pack(Listed(items), tmp_path / "store", rank=rank, world=3)
+        pack(Listed(items), tmp_path / "store", rank=rank, world_size=3)
     folders = [tmp_path / "store" / f"part-{rank:05d}-of-00003" for rank in range(3)]
     assert [stores.read_store(folder) for folder in folders] == [items[rank::3] for rank in range(3)]
     assert [
@@ -122,7 +122,7 @@ def test_the_manifest_returned_is_the_one_written(tmp_path: Path) -> None:
         ({"chunk_bytes": "a lot"}, "not a size"),
         ({"data_file_bytes": 0}, "at most 1.00 TiB"),
         ({"data_file_bytes": "2TiB"}, "at most 1.00 TiB"),
-        ({"rank": 2, "world": 2}, "rank=2"),
+        ({"rank": 2, "world_size": 2}, "rank=2"),
         ({"metadata": {"a": 1}}, "give text"),
         ({"format": "zip"}, "unknown"),
     ],

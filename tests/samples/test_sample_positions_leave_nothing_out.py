@@ -56,16 +56,18 @@ def test_any_process_speaks_for_all_that_took_as_many_batches(
     order: str, stages: list[tuple[int, int, int, int, int]], speaker: int
 ) -> None:
     position, seen = begin(order, stages[0][4]), []
-    for world, workers, slots, batches, batch_size in [*stages, (2, 2, 3, 10**6, 5)]:
+    for world_size, workers, slots, batches, batch_size in [*stages, (2, 2, 3, 10**6, 5)]:
         slots = slots if order == "chunk" else 0
-        now = position.with_batches(batch_size, False).divided(world * workers, slots, workers)
-        ends = [now.advanced(rank, batches) for rank in range(world)]
+        now = position.with_batches(batch_size, False).divided(world_size * workers, slots, workers)
+        ends = [now.advanced(rank, batches) for rank in range(world_size)]
         for end in ends:
             for replica, taken in end.taken.items():
                 seen += drawn(now, replica, now.taken_by([replica])[replica], taken)
         together = not any(end.finished for end in ends)
         states = [end.state() for end in ends]
-        position = from_state(through_json(states[speaker % world] if together else merge_states(states)))
+        position = from_state(
+            through_json(states[speaker % world_size] if together else merge_states(states))
+        )
         if position.over:
             break
     assert sorted(seen) == list(range(SAMPLES))

@@ -49,9 +49,9 @@ PUBLIC = [
 
 # What can be given by position, and what has to be named. "=" marks a default.
 SIGNATURES = {
-    "pack": (["source", "dest", "chunk_bytes="], ["rank=", "world="]),
+    "pack": (["source", "dest", "chunk_bytes="], ["rank=", "world_size="]),
     "mount": (
-        ["path", "order=", "cache_bytes=", "rank=", "world="],
+        ["path", "order=", "cache_bytes=", "rank=", "world_size="],
         ["group=", "served_at=", "io=", "verify=", "on_damage=", "prefetch_bytes=", "timeout_s="],
     ),
     "serve": (["path", "listen="], []),
@@ -66,7 +66,7 @@ SIGNATURES = {
     "packed": (["store", "block", "tokens"], ["window=", "pad="]),
     "filtered": (["store", "keep"], []),
     "mapped": (["source", "function"], []),
-    "Loader": (["store", "batch_size"], ["decode=", "decode_batch=", "collate=", "seed=", "drop_last="]),
+    "Loader": (["store", "batch_size"], ["decode=", "decode_batch=", "collate_fn=", "seed=", "drop_last="]),
 }
 
 
@@ -93,10 +93,10 @@ def test_signatures(name: str) -> None:
 
 def test_defaults() -> None:
     mount = inspect.signature(samples.mount).parameters
-    assert {name: mount[name].default for name in ("order", "rank", "world", "verify", "on_damage")} == {
+    assert {name: mount[name].default for name in ("order", "rank", "world_size", "verify", "on_damage")} == {
         "order": "chunk",
         "rank": 0,
-        "world": 1,
+        "world_size": 1,
         "verify": True,
         "on_damage": "raise",
     }

@@ -36,7 +36,7 @@ def pairs(source: Source) -> list[tuple[str, bytes]]:
 @settings(max_examples=40)
 @given(st.lists(st.lists(NAME, min_size=1, max_size=3), max_size=12), st.integers(1, 4))
 def test_names_come_in_the_order_of_their_bytes(
-    tmp_path_factory: pytest.TempPathFactory, paths, world
+    tmp_path_factory: pytest.TempPathFactory, paths, world_size
 ) -> None:
     root = os.fsencode(tmp_path_factory.mktemp("tree"))
     expected = {}
@@ -57,7 +57,7 @@ def test_names_come_in_the_order_of_their_bytes(
     found = [(os.fsencode(name), data) for name, data in pairs(source)]
     assert found == sorted(expected.items())
     assert source.samples == len(expected)
-    shares = [source.of_rank(rank, world) for rank in range(world)]
+    shares = [source.of_rank(rank, world_size) for rank in range(world_size)]
     assert [pair for share in shares for pair in pairs(share)] == pairs(source)
     assert [share.samples for share in shares] == [len(pairs(share)) for share in shares]
 

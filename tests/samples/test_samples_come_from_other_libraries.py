@@ -66,11 +66,13 @@ def test_mds(compression: str) -> None:
         assert plain(found) | images == expected
 
 
-@pytest.mark.parametrize("world", [2, 3, 7])
-def test_mds_in_shares(world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_mds_in_shares(world_size: int) -> None:
     source = open_source(DATA / "mds" / "plain" / "index.json")
-    assert [sample for rank in range(world) for sample in source.of_rank(rank, world)] == list(source)
-    share = source.of_rank(1, world)
+    assert [sample for rank in range(world_size) for sample in source.of_rank(rank, world_size)] == list(
+        source
+    )
+    share = source.of_rank(1, world_size)
     assert list(share.names()) == [sample.name for sample in share]
     assert list(source.after(3)) == list(source)[3:]
 

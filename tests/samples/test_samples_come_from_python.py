@@ -54,7 +54,7 @@ def decoded(source: Source) -> tuple[list[str], dict[str, np.ndarray[Any, Any]]]
     st.integers(0, 140),
 )
 def test_arrays_come_back_in_shares(
-    rows: int, kinds: list[tuple[str, list[int], bool]], world: int, skip: int
+    rows: int, kinds: list[tuple[str, list[int], bool]], world_size: int, skip: int
 ) -> None:
     random = np.random.default_rng(rows)
     arrays = {}
@@ -67,7 +67,7 @@ def test_arrays_come_back_in_shares(
     assert names == list(map(str, range(rows)))
     for name, array in arrays.items():
         assert batch[name].dtype == array.dtype.newbyteorder("<") and np.array_equal(batch[name], array)
-    shares = [source.of_rank(rank, world) for rank in range(world)]
+    shares = [source.of_rank(rank, world_size) for rank in range(world_size)]
     assert [name for share in shares for name in decoded(share)[0]] == names
     for share in shares:
         assert list(share.names()) == decoded(share)[0]
@@ -255,11 +255,11 @@ def test_generators_give_their_samples_once() -> None:
     assert list(again) == list(again) and len(list(again)) == 10
 
 
-@pytest.mark.parametrize("world", [1, 3, 11])
-def test_shares_of_iterables_take_turns(world: int) -> None:
-    shares = [list(open_source(numbered).of_rank(rank, world)) for rank in range(world)]
+@pytest.mark.parametrize("world_size", [1, 3, 11])
+def test_shares_of_iterables_take_turns(world_size: int) -> None:
+    shares = [list(open_source(numbered).of_rank(rank, world_size)) for rank in range(world_size)]
     assert [share[:1] for share in shares] == [
-        list(open_source(numbered))[rank : rank + 1] for rank in range(world)
+        list(open_source(numbered))[rank : rank + 1] for rank in range(world_size)
     ]
     assert sorted(
         sample.name for share in shares for sample in share if isinstance(sample, RawSample)

@@ -179,7 +179,7 @@ def test_shares_and_the_rest_agree_with_the_whole(
     kind: str,
     files: list[int],
     rows: int,
-    world: int,
+    world_size: int,
     named: bool,
     skip: int,
 ) -> None:
@@ -199,7 +199,7 @@ def test_shares_and_the_rest_agree_with_the_whole(
     assert [sample[0] for sample in whole] == [f"n{i}" if named else str(i) for i in range(total)]
     decoder = Decoder(source.encoding, source.fields)
     assert [decoder.sample(data)["x"] for _, data, _ in whole] == list(range(total))
-    shares = [source.of_rank(rank, world) for rank in range(world)]
+    shares = [source.of_rank(rank, world_size) for rank in range(world_size)]
     assert [sample for share in shares for sample in unfolded(share)] == whole
     assert [share.samples for share in shares] == [len(unfolded(share)) for share in shares]
     for share in shares:

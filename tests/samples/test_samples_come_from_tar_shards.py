@@ -115,10 +115,10 @@ def test_shards_are_found_by_folder_and_pattern(tmp_path: Path, pattern: str) ->
     assert samples(open_source(sorted(tmp_path.glob("*.tar")))) == expected
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_shares_are_disjoint_and_complete(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_shares_are_disjoint_and_complete(tmp_path: Path, world_size: int) -> None:
     expected = make_shards(tmp_path, 3, 5)
-    shares = [samples(open_source(tmp_path).of_rank(rank, world)) for rank in range(world)]
+    shares = [samples(open_source(tmp_path).of_rank(rank, world_size)) for rank in range(world_size)]
     assert sorted(pair for share in shares for pair in share) == sorted(expected)
 
 

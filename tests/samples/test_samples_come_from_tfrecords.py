@@ -37,7 +37,7 @@ def pairs(source: Source) -> list[tuple[str, bytes]]:
     st.integers(1, 5),
 )
 def test_records_come_back_in_shares(
-    tmp_path_factory: pytest.TempPathFactory, files: list[list[bytes]], packed: bool, world: int
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[bytes]], packed: bool, world_size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("records")
     expected = []
@@ -49,7 +49,7 @@ def test_records_come_back_in_shares(
     source = open_source(folder)
     assert source.encoding == "raw"
     assert pairs(source) == expected
-    shares = [pairs(source.of_rank(rank, world)) for rank in range(world)]
+    shares = [pairs(source.of_rank(rank, world_size)) for rank in range(world_size)]
     assert sorted(pair for share in shares for pair in share) == sorted(expected)
 
 

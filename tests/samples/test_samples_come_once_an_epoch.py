@@ -40,12 +40,12 @@ def indices(store: Store, **sequence: int) -> list[int]:
 
 @quick
 @given(samples(), st.sampled_from(ORDERS), st.integers(1, 5), st.integers(1, 40))
-def test_processes_share_all_samples(content: list[Sample], order: str, world: int, n: int) -> None:
+def test_processes_share_all_samples(content: list[Sample], order: str, world_size: int, n: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mounted(Path(folder), content).close()
         found: dict[int, bytes] = {}
-        for rank in range(world):
-            with mount(folder, order, "64KiB", rank, world) as store:
+        for rank in range(world_size):
+            with mount(folder, order, "64KiB", rank, world_size) as store:
                 store.sequence(seed=3, epoch=2)
                 share = epoch(store, n)
                 assert not share.keys() & found.keys()

@@ -48,8 +48,10 @@ def indices(batch: Batch) -> list[int]:
     return batch.indices.tolist()
 
 
-def loader_of(folder: Path, batch_size: int = 8, rank: int = 0, world: int = 1, **options: Any) -> Loader:
-    store = mount(folder, "chunk", 4 * 13312, rank, world, timeout_s=30)
+def loader_of(
+    folder: Path, batch_size: int = 8, rank: int = 0, world_size: int = 1, **options: Any
+) -> Loader:
+    store = mount(folder, "chunk", 4 * 13312, rank, world_size, timeout_s=30)
     return Loader(store, batch_size, **{"decode_batch": indices, **options})
 
 
@@ -119,9 +121,9 @@ def test_maps_are_joined_as_torch_does(tmp_path: Path) -> None:
         assert batch["text"] == [f"t{y}" for y in batch["y"].tolist()]
         assert torch.equal(batch["x"], batch["y"][:, None].expand(-1, 3).float())
     pack([(str(i), {"x": np.zeros(i)}) for i in range(20)], tmp_path / "ragged")
-    with pytest.raises(InvalidArgument, match="collate=list"):
+    with pytest.raises(InvalidArgument, match="collate_fn=list"):
         list(Loader(mount(tmp_path / "ragged"), 4))
-    lists = list(Loader(mount(tmp_path / "ragged"), 4, collate=list))
+    lists = list(Loader(mount(tmp_path / "ragged"), 4, collate_fn=list))
     assert sorted(len(sample["x"]) for batch in lists for sample in batch) == list(range(20))
 
 
@@ -134,7 +136,7 @@ def test_a_decode_function_gets_samples_with_all_that_is_known_of_them(folder: P
     plain = [batch[0].tolist() for batch in loader_of(folder, decode_batch=None, decode=decode)]
     seen = []
     for index, label, name, size, whole in loader_of(
-        folder, decode_batch=None, decode=decode, threads=threads, prefetch_bytes=4096
+        folder, decode_batch=None, decode=decode, num_threads=threads, prefetch_bytes=4096
     ):
         assert torch.equal(label, index % 3)
         assert list(name) == [f"sample {i}" for i in index.tolist()]
@@ -156,9 +158,9 @@ def test_threads_work_at_once_and_hold_no_more_than_they_may(folder: Path) -> No
             together.wait()
         return indices(batch)
 
-    assert sorted(flat(loader_of(folder, decode_batch=slow, threads=2))) == ALL
+    assert sorted(flat(loader_of(folder, decode_batch=slow, num_threads=2))) == ALL
     counted = []
-    few = loader_of(folder, decode_batch=lambda batch: counted.append(1), threads=1, prefetch_bytes=1)
+    few = loader_of(folder, decode_batch=lambda batch: counted.append(1), num_threads=1, prefetch_bytes=1)
     iterator = iter(few)
     next(iterator)
     time.sleep(0.05)
@@ -171,7 +173,7 @@ def test_an_error_of_a_decode_function_comes_out_as_it_is(folder: Path) -> None:
 
     for threads in (0, 2):
         with pytest.raises(KeyError, match="mine"):
-            list(loader_of(folder, decode_batch=fails, threads=threads))
+            list(loader_of(folder, decode_batch=fails, num_threads=threads))
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -180,15 +182,15 @@ def test_an_error_of_decoding_a_sample_names_the_sample(folder: Path, tmp_path: 
         return 1 // (sample.index - 7)
 
     with pytest.raises(SampleError, match=r"sample 7 \('sample 7'\) .*ZeroDivisionError") as caught:
-        list(loader_of(folder, decode_batch=None, decode=fails, threads=threads))
+        list(loader_of(folder, decode_batch=None, decode=fails, num_threads=threads))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(SampleError, match=r"sample 7 \('sample 7'\)"):
         SampleDataset(mount(folder), decode=fails).__getitems__([3, 7])
     write_store(tmp_path, [("right", encode({"x": 1})), ("wrong", b"\xff")], encoding="msgpack")
     with mount(tmp_path) as store:
         for read in (
-            lambda: list(Loader(store, 2, threads=threads)),
-            lambda: list(Loader(store, 2, decode=lambda sample: sample.fields, threads=threads)),
+            lambda: list(Loader(store, 2, num_threads=threads)),
+            lambda: list(Loader(store, 2, decode=lambda sample: sample.fields, num_threads=threads)),
             lambda: store.sample("wrong"),
         ):
             with pytest.raises(InvalidFile, match=r"sample 1 \('wrong'\) cannot be decoded"):
@@ -197,7 +199,7 @@ def test_an_error_of_decoding_a_sample_names_the_sample(folder: Path, tmp_path: 
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_iteration_that_another_one_replaced_says_so(folder: Path, threads: int) -> None:
-    loader = loader_of(folder, threads=threads)
+    loader = loader_of(folder, num_threads=threads)
     first = iter(loader)
     next(first)
     second = iter(loader)
@@ -209,14 +211,14 @@ def test_an_iteration_that_another_one_replaced_says_so(folder: Path, threads: i
 def test_a_decode_function_that_hangs_is_not_waited_for_without_end(folder: Path) -> None:
     free = threading.Event()
     with pytest.raises(SampleError, match="to be decoded by 1 threads"):
-        next(iter(loader_of(folder, decode_batch=lambda batch: free.wait(20), threads=1, timeout_s=0.1)))
+        next(iter(loader_of(folder, decode_batch=lambda batch: free.wait(20), num_threads=1, timeout_s=0.1)))
     free.set()
 
 
 def test_a_consumer_that_stops_early_leaves_no_thread(folder: Path) -> None:
     before = threading.active_count()
     for _ in range(20):
-        for _batch in loader_of(folder, threads=2):
+        for _batch in loader_of(folder, num_threads=2):
             break
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -302,13 +304,13 @@ def test_an_epoch_that_is_broken_off_is_followed_by_the_next(folder: Path) -> No
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("world", "workers"), [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (1, 3), (2, 2)])
 def test_every_sample_comes_once_for_any_number_of_workers(
-    folder: Path, world: int, workers: int, drop_last: bool
+    folder: Path, world_size: int, workers: int, drop_last: bool
 ) -> None:
     batches = []
-    for rank in range(world):
-        loader = loader_of(folder, 5, rank, world, drop_last=drop_last, workers=workers)
+    for rank in range(world_size):
+        loader = loader_of(folder, 5, rank, world_size, drop_last=drop_last, workers=workers)
         mine = list(DataLoader(loader, batch_size=None, num_workers=workers))
         assert len(mine) == len(loader)
         batches.append(mine)
@@ -316,7 +318,7 @@ def test_every_sample_comes_once_for_any_number_of_workers(
     if drop_last:
         assert {len(batch) for mine in batches for batch in mine} == {5}
         assert len({len(mine) for mine in batches}) == 1
-        assert len(set(seen)) == len(seen) > SAMPLES - world * workers * 5
+        assert len(set(seen)) == len(seen) > SAMPLES - world_size * workers * 5
     else:
         assert sorted(seen) == ALL
 

@@ -28,13 +28,13 @@ WORLD = 4
 Said = dict[str, Any]
 
 
-def run(body: Callable[[int], Said], where: Path, world: int = WORLD) -> list[tuple[int, Said]]:
+def run(body: Callable[[int], Said], where: Path, world_size: int = WORLD) -> list[tuple[int, Said]]:
     """Call the body with each rank, in a fork of this process: how each ended, and what it said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    said = [where / f"said-{rank}.json" for rank in range(world)]
-    children = [_fork(body, rank, world, address, said[rank]) for rank in range(world)]
+    said = [where / f"said-{rank}.json" for rank in range(world_size)]
+    children = [_fork(body, rank, world_size, address, said[rank]) for rank in range(world_size)]
     ended, deadline = [], time.monotonic() + 60
     try:
         for child in list(children):
@@ -51,11 +51,11 @@ def run(body: Callable[[int], Said], where: Path, world: int = WORLD) -> list[tu
     return list(zip(ended, heard, strict=True))
 
 
-def _fork(body: Callable[[int], Said], rank: int, world: int, address: str, said: Path) -> int:
+def _fork(body: Callable[[int], Said], rank: int, world_size: int, address: str, said: Path) -> int:
     if child := os.fork():
         return child
     try:
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
         said.write_text(json.dumps(body(rank)))
     except BaseException:
         traceback.print_exc()
@@ -113,11 +113,11 @@ def test_each_process_brings_its_part_and_has_all(tmp_path: Path) -> None:
         again = pickle.loads(pickle.dumps(store))
         same = mount(tmp_path, group=dist.group.WORLD)
         return {
-            "place": [store.rank, store.world],
+            "place": [store.rank, store.world_size],
             "contents": contents(store),
             "labels": store.labels.tolist(),
             "mine": mine,
-            "again": [again.rank, again.world, contents(again) == contents(store)],
+            "again": [again.rank, again.world_size, contents(again) == contents(store)],
             "same": [contents(same) == contents(store), same.identity == store.identity],
         }
 
@@ -143,11 +143,11 @@ def test_a_group_of_some_processes_mounts_without_the_others(tmp_path: Path) -> 
             said: Said = {}
         else:
             store = mount(partition(tmp_path, rank - 1, 2), group=group)
-            said = {"contents": contents(store), "place": [store.rank, store.world]}
+            said = {"contents": contents(store), "place": [store.rank, store.world_size]}
         dist.barrier()
         return said
 
-    ended = run(body, tmp_path, world=3)
+    ended = run(body, tmp_path, world_size=3)
     assert [code for code, _ in ended] == [0] * 3, ended
     assert [said.get("place") for _, said in ended] == [None, [0, 2], [1, 2]]
     assert ended[1][1]["contents"] == ended[2][1]["contents"] == named(samples)
@@ -253,7 +253,7 @@ def test_where_one_process_cannot_pack_all_are_told(tmp_path: Path) -> None:
             return {"error": str(error)}
         return {}
 
-    first, second = (said["error"] for _, said in run(body, tmp_path, world=2))
+    first, second = (said["error"] for _, said in run(body, tmp_path, world_size=2))
     assert "process 1 could not pack" in first
     assert second in first
 
@@ -281,7 +281,7 @@ def test_a_process_that_packs_for_long_is_waited_for_while_it_lives(tmp_path: Pa
             return {"error": str(error)}
         return {"samples": len(mount(tmp_path / "store"))}
 
-    assert [said for _, said in run(body, tmp_path, world=2)] == [{"samples": 20}] * 2
+    assert [said for _, said in run(body, tmp_path, world_size=2)] == [{"samples": 20}] * 2
 
 
 def test_a_process_that_is_killed_while_it_packs_is_named(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_process_that_is_killed_while_it_packs_is_named(tmp_path: Path) -> Non
             return {"error": str(error)}
         return {}
 
-    (_, first), (_, second), _ = run(body, tmp_path, world=3)
+    (_, first), (_, second), _ = run(body, tmp_path, world_size=3)
     assert "for processes to pack: of 3, process 2 did not" in first["error"]
     assert "process 2 did not" in second["error"] or "rank 0, has stopped" in second["error"]
     assert (tmp_path / "store" / "part-00001-of-00003" / "store.json").exists()  # its partition is packed

@@ -209,7 +209,7 @@ def test_a_pickled_store_is_mounted_anew(tmp_path: Path, order: str) -> None:
         expected = epoch(store)
         sent = pickle.dumps(store)
     with pickle.loads(sent) as other:
-        assert (other.order, other.rank, other.world, other.shape) == (order, 1, 3, store.shape)
+        assert (other.order, other.rank, other.world_size, other.shape) == (order, 1, 3, store.shape)
         assert other.read("more") == b"bytes"
         other.sequence(seed=4)
         assert epoch(other) == expected

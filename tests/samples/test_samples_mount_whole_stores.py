@@ -180,7 +180,7 @@ def test_labels_count_through(tmp_path: Path) -> None:
         ("on_damage", "ignore"),
         ("rank", 2),
         ("rank", -1),
-        ("world", 0),
+        ("world_size", 0),
         ("timeout_s", 0),
         ("cache_bytes", 4096),
         ("cache_bytes", "much"),

@@ -30,16 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaders(folder: Path, order: str, world: int, batch_size: int, **options: Any) -> list[Loader]:
+def loaders(folder: Path, order: str, world_size: int, batch_size: int, **options: Any) -> list[Loader]:
     cache_bytes = 5 * (4096 + 1024 + 8192)
     return [
         Loader(
-            mount(folder, order, cache_bytes, rank, world, timeout_s=10),
+            mount(folder, order, cache_bytes, rank, world_size, timeout_s=10),
             batch_size,
             decode_batch=lambda batch: batch.indices.tolist(),
             **options,
         )
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 
@@ -73,9 +73,9 @@ def test_other_numbers_of_processes_get_every_remaining_sample_once(
 ) -> None:
     state: dict[str, Any] | None = None
     seen: list[int] = []
-    for world, batches in [*stops, (last, None)]:
+    for world_size, batches in [*stops, (last, None)]:
         states = []
-        for loader in loaders(folder, order, world, batch_size, seed=3):
+        for loader in loaders(folder, order, world_size, batch_size, seed=3):
             if state is not None:
                 loader.load_state_dict(state)
             seen += flat(received(loader, batches))
@@ -94,10 +94,10 @@ def test_other_numbers_of_processes_get_every_remaining_sample_once(
     order=st.sampled_from(["chunk", "full"]),
     batch_size=st.integers(1, 13),
     uneven=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    world=st.integers(1, 4),
+    world_size=st.integers(1, 4),
 )
 def test_processes_that_took_unequally_many_batches_merge_their_states(
-    folder: Path, order: str, batch_size: int, uneven: list[int], world: int
+    folder: Path, order: str, batch_size: int, uneven: list[int], world_size: int
 ) -> None:
     seen, states = [], []
     for loader, batches in zip(loaders(folder, order, len(uneven), batch_size), uneven, strict=True):
@@ -105,7 +105,7 @@ def test_processes_that_took_unequally_many_batches_merge_their_states(
         states.append(loader.state_dict())
     merged = merge_states(states)
     if not from_state(merged).over:  # else the next epoch would follow
-        for loader in loaders(folder, order, world, batch_size):
+        for loader in loaders(folder, order, world_size, batch_size):
             loader.load_state_dict(merged)
             seen += flat(received(loader))
     assert sorted(seen) == list(range(SAMPLES))
@@ -115,19 +115,27 @@ def test_processes_that_took_unequally_many_batches_merge_their_states(
 @given(
     order=st.sampled_from(["chunk", "full"]),
     batch_size=st.integers(1, 13),
-    world=st.integers(1, 3),
+    world_size=st.integers(1, 3),
     stops=st.lists(st.integers(0, 5), max_size=3),
     drop_last=st.booleans(),
     threads=st.sampled_from([0, 2]),
 )
 def test_the_same_number_of_processes_gets_the_same_batches(
-    folder: Path, order: str, batch_size: int, world: int, stops: list[int], drop_last: bool, threads: int
+    folder: Path,
+    order: str,
+    batch_size: int,
+    world_size: int,
+    stops: list[int],
+    drop_last: bool,
+    threads: int,
 ) -> None:
     def make() -> list[Loader]:
-        return loaders(folder, order, world, batch_size, seed=5, drop_last=drop_last, threads=threads)
+        return loaders(
+            folder, order, world_size, batch_size, seed=5, drop_last=drop_last, num_threads=threads
+        )
 
     whole = [received(loader) for loader in make()]
-    for rank in range(world):
+    for rank in range(world_size):
         batches: list[list[int]] = []
         state: dict[str, Any] | None = None
         for stop in [*stops, None]:
@@ -142,16 +150,16 @@ def test_the_same_number_of_processes_gets_the_same_batches(
 
 
 @settings(max_examples=40)
-@given(batch_size=st.integers(1, 40), world=st.integers(1, 5), batches=st.integers(0, 4))
+@given(batch_size=st.integers(1, 40), world_size=st.integers(1, 5), batches=st.integers(0, 4))
 def test_with_drop_last_all_make_equally_many_whole_steps(
-    folder: Path, batch_size: int, world: int, batches: int
+    folder: Path, batch_size: int, world_size: int, batches: int
 ) -> None:
-    everyone = loaders(folder, "chunk", world, batch_size, drop_last=True)
+    everyone = loaders(folder, "chunk", world_size, batch_size, drop_last=True)
     given = [received(loader) for loader in everyone]
     assert {len(each) for each in given} == {len(everyone[0])}
     assert {len(batch) for each in given for batch in each} <= {batch_size}
     seen = flat(flat(given))
-    assert len(set(seen)) == len(seen) > SAMPLES - world * batch_size
+    assert len(set(seen)) == len(seen) > SAMPLES - world_size * batch_size
 
 
 def test_the_epoch_after_a_finished_one_is_the_next(folder: Path) -> None:

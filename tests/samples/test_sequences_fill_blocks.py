@@ -111,8 +111,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loader_of(folder: Path, batch_size: int, rank: int = 0, world: int = 1, **options: Any) -> Loader:
-    source = packed(mount(folder, rank=rank, world=world, timeout_s=10), 64, tokens="uint16", window=40)
+def loader_of(folder: Path, batch_size: int, rank: int = 0, world_size: int = 1, **options: Any) -> Loader:
+    source = packed(
+        mount(folder, rank=rank, world_size=world_size, timeout_s=10), 64, tokens="uint16", window=40
+    )
     return Loader(source, batch_size, decode_batch=lambda batch: batch.indices.tolist(), seed=4, **options)
 
 
@@ -128,10 +130,10 @@ def test_every_block_comes_once_to_any_number_of_processes(
     state: dict[str, Any] | None = None
     seen: list[int] = []
     blocks = 0
-    for world, batches in [*stops, (last, None)]:
+    for world_size, batches in [*stops, (last, None)]:
         states = []
-        for rank in range(world):
-            loader = loader_of(folder, batch_size, rank, world)
+        for rank in range(world_size):
+            loader = loader_of(folder, batch_size, rank, world_size)
             blocks = len(loader.store)
             if state is not None:
                 loader.load_state_dict(state)

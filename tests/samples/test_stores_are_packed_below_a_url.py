@@ -79,24 +79,24 @@ def test_the_objects_are_the_files_of_a_folder(url: str, folder: Path, tmp_path:
         assert bits(store) == bits(here)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_the_public_function_packs_too(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    for rank in range(world):
-        options: dict[str, Any] = {"chunk_bytes": 4096, "rank": rank, "world": world}
+    for rank in range(world_size):
+        options: dict[str, Any] = {"chunk_bytes": 4096, "rank": rank, "world_size": world_size}
         made = samples.pack(ITEMS, url, data_file_bytes=DATA_FILE_BYTES, **options)
         assert made == samples.pack(ITEMS, tmp_path / "here", data_file_bytes=DATA_FILE_BYTES, **options)
-        if rank + 1 < world:
+        if rank + 1 < world_size:
             with pytest.raises(SampleError, match="part-00001-of-00002"):
                 samples.mount(url)
     assert list((tmp_path / "tmp").iterdir()) == []
     with samples.mount(url) as store, samples.mount(tmp_path / "here") as here:
         assert bits(store) == bits(here) and len(store) == len(ITEMS)
     with pytest.raises((SampleError, InvalidArgument), match=r"already a store|not a partition"):
-        samples.pack(ITEMS, url, rank=0, world=world if world == 1 else 3)
+        samples.pack(ITEMS, url, rank=0, world_size=world_size if world_size == 1 else 3)
 
 
 @pytest.mark.parametrize("stop", [5, 31, 60])

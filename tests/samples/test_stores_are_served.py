@@ -101,7 +101,7 @@ def test_workers_of_a_loader_connect_for_themselves(server: Server) -> None:
     from torch.utils.data import DataLoader
 
     with mounted(server.url) as store:
-        loader = Loader(store, batch_size=7, decode=_numbered, collate=list)
+        loader = Loader(store, batch_size=7, decode=_numbered, collate_fn=list)
         batches = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
         assert dict(pair for batch in batches for pair in batch) == dict(
             enumerate(data for _, data in SAMPLES)
@@ -131,11 +131,11 @@ def test_a_store_that_is_served_again_is_the_same(folder: Path) -> None:
         assert store.read(1) == SAMPLES[1][1]
 
 
-def _serves_and_mounts(private: Path, world: int) -> Any:
+def _serves_and_mounts(private: Path, world_size: int) -> Any:
     """The body of a process: it serves its partition, which no other sees, and mounts them all."""
 
     def body(rank: int) -> dict[str, Any]:
-        mine = partition(private / f"node-{rank}", rank, world)
+        mine = partition(private / f"node-{rank}", rank, world_size)
         with serve(mine, ANY) as server:
             with mount(mine, group=dist.group.WORLD, served_at=server.url, cache_bytes="64KiB") as store:
                 store.sequence(seed=7, epoch=0)
@@ -149,15 +149,15 @@ def _serves_and_mounts(private: Path, world: int) -> Any:
     return body
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_that_serve_their_partitions_mount_each_others(tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_that_serve_their_partitions_mount_each_others(tmp_path: Path, world_size: int) -> None:
     samples = []
-    for rank in range(world):
-        samples = write_parts(tmp_path / f"node-{rank}", world)
-        for other in set(range(world)) - {rank}:  # each node has its own alone
-            partition(tmp_path / f"node-{rank}", other, world).rename(tmp_path / f"gone-{rank}-{other}")
-    said = run(_serves_and_mounts(tmp_path, world), tmp_path, world)
-    assert [code for code, _ in said] == [0] * world
+    for rank in range(world_size):
+        samples = write_parts(tmp_path / f"node-{rank}", world_size)
+        for other in set(range(world_size)) - {rank}:  # each node has its own alone
+            partition(tmp_path / f"node-{rank}", other, world_size).rename(tmp_path / f"gone-{rank}-{other}")
+    said = run(_serves_and_mounts(tmp_path, world_size), tmp_path, world_size)
+    assert [code for code, _ in said] == [0] * world_size
     given_out = [tuple(pair) for _, one in said for pair in one["epoch"]]
     wanted = {index: hashlib.sha256(data).hexdigest() for index, (_, data) in enumerate(samples)}
     assert len(given_out) == len(samples) and dict(given_out) == wanted  # each exactly once

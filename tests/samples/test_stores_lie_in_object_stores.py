@@ -97,7 +97,7 @@ def test_http_is_mounted(served: HttpServer, tmp_path: Path) -> None:
 
 def test_partitions_are_one_store(s3: S3, tmp_path: Path) -> None:
     for rank in range(2):
-        samples.pack(CONTENT, tmp_path / "parts", rank=rank, world=2, chunk_bytes=4096)
+        samples.pack(CONTENT, tmp_path / "parts", rank=rank, world_size=2, chunk_bytes=4096)
     url = s3.url("stores/partitions")
     done = samples.upload(tmp_path / "parts", url)
     assert done.samples == len(CONTENT)
@@ -264,7 +264,7 @@ def test_a_loader_s_state_after_the_error_goes_on_with_every_sample_once(
     def loader(**mounted: Any) -> samples.Loader:
         store = samples.mount(served.url, cache_bytes="64KiB", **there, **mounted)
         return samples.Loader(
-            store, 7, seed=3, threads=threads, decode_batch=lambda batch: batch.indices.tolist()
+            store, 7, seed=3, num_threads=threads, decode_batch=lambda batch: batch.indices.tolist()
         )
 
     whole = received(loader())
@@ -282,7 +282,7 @@ def test_a_loader_s_state_after_the_error_goes_on_with_every_sample_once(
         assert seen + received(again) == whole
     rest = list[int]()
     for rank in range(2):
-        other = loader(rank=rank, world=2)
+        other = loader(rank=rank, world_size=2)
         other.load_state_dict(state)
         rest += flat(received(other))
     assert sorted(flat(seen) + rest) == list(range(len(CONTENT)))

@@ -109,7 +109,7 @@ def read(folder: Path) -> Any:
     with samples.mount(folder.parent / "store", cache_bytes="64KiB") as store:
         for threads in (0, 2):
             loader = samples.Loader(
-                store, 7, threads=threads, decode=lambda sample: bytes(sample.data), collate=list
+                store, 7, num_threads=threads, decode=lambda sample: bytes(sample.data), collate_fn=list
             )
             found.append(list(loader))
     return found

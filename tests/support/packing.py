@@ -59,8 +59,8 @@ class Listed:
         if self.stop is not None and self.stop >= len(self.items):
             raise self.error
 
-    def of_rank(self, rank: int, world: int) -> Listed:
-        return replace(self, items=self.items[rank::world], labels=self.labels[rank::world])
+    def of_rank(self, rank: int, world_size: int) -> Listed:
+        return replace(self, items=self.items[rank::world_size], labels=self.labels[rank::world_size])
 
     def _block(self, begin: int, end: int) -> Block:
         names = [name.encode("utf-8", "surrogateescape") for name, _ in self.items[begin:end]]

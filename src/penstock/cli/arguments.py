@@ -92,8 +92,8 @@ WebDataset, TFRecord, Parquet or Arrow files, a dataset that Hugging Face datase
 saved, .npy or .npz. Shards also as "train-{000..127}.tar", or as several SOURCEs; of folders one. It is not
 changed.
 
-Interrupted, the same command goes on where it stopped. With --world, several processes pack a partition each,
-all with the same DEST, which is then mounted whole.
+Interrupted, the same command goes on where it stopped. With --world-size, several processes pack a partition
+each, all with the same DEST, which is then mounted whole.
 """
 
 UNPACK_HELP = """\
@@ -380,7 +380,7 @@ def _pack(names: Commands) -> None:
     _add(pack, "--staging", "for a URL: where files wait; default: in TMPDIR", "Path", metavar="FOLDER")
     parts = pack.add_argument_group("several processes")
     _add(parts, "--rank", "of several processes, this one packs", "Number", 0, metavar="R")
-    _add(parts, "--world", "partition R of N", "Number", 1, metavar="N")
+    _add(parts, "--world-size", "partition R of N", "Number", 1, metavar="N")
     source = pack.add_argument_group("what SOURCE is")
     formats = [name for name in FORMATS if name != "iterable"]  # which only a program has
     _add(source, "--format", f"{', '.join(formats)}; default: found out", choices=formats, metavar="NAME")

@@ -45,14 +45,14 @@ def pack(options: Namespace) -> Answer:
     given = {name: value for name in OPTIONS if (value := getattr(options, name)) not in (None, False)}
     paths = options.source[0] if len(options.source) == 1 else options.source
     source = open_source(paths, format=options.format, **given)
-    samples, size_bytes = (source.samples, source.size_bytes) if options.world == 1 else (None, None)
+    samples, size_bytes = (source.samples, source.size_bytes) if options.world_size == 1 else (None, None)
     with _resumable(), samples_progress("packed", samples, size_bytes, quiet=options.json) as progress:
         manifest = pack_source(
             source,
             options.destination,
             options.chunk_bytes,
             rank=options.rank,
-            world=options.world,
+            world_size=options.world_size,
             resume=not options.no_resume,
             overwrite=options.overwrite,
             staging=options.staging,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def require_none() -> None:
 
 def give_back_lingering() -> None:
     """Let runs that were closed end whose tensors are gone, or fit now."""
+    if lingering:
+        gc.collect()  # a step that failed leaves its tensors in cycles of frames
     for run in tuple(lingering):
         try:
             run._give_back()

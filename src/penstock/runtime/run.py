@@ -154,6 +154,10 @@ class Offload(Closing):
                 self._device.synchronize()  # the times of its kernels are read
         except BudgetTooSmall as error:
             raise error from None  # it says all that the allocator's own error does
+        except (RuntimeError, MemoryError) as error:
+            if self._clock.rests and "allocate memory" in str(error):  # what fits in every step did not
+                self._device.room.kernel_failed(error, 0)
+            raise
         finally:
             inspection.close()
             with self._interrupts:

@@ -58,7 +58,7 @@ def gather(
     timeout_s: float = 60.0,
     cache: CacheOptions | None = None,
 ) -> tuple[list[Directory], int, int]:
-    """The directories of all stores that the processes hold, in the order of ranks; this rank, and world.
+    """The directories of all stores that the processes hold, in the order of ranks; rank, and world_size.
 
     path       what this process holds: a store, a folder of partitions, or a list of such; every process can
                give the same, or each its own partitions
@@ -84,7 +84,7 @@ def gather(
         ]
     )
     peers.exchange("open what the others hold", Message(error=error))
-    return opened, peers.rank, peers.world
+    return opened, peers.rank, peers.world_size
 
 
 def _where(place: Place, path: Any, served_at: str | None) -> str:
@@ -130,7 +130,8 @@ def pack_together(
         told(samples, size_bytes)
 
     try:
-        manifest = pack(source, dest, rank=peers.rank, world=peers.world, progress=report, **options)
+        options |= {"rank": peers.rank, "world_size": peers.world_size}
+        manifest = pack(source, dest, progress=report, **options)
     except BaseException as problem:
         peers.send("pack", Message(error=f"{type(problem).__name__}: {problem}"))
         peers.leave()
@@ -153,7 +154,7 @@ def _unique_stores(peers: Rendezvous, messages: Sequence[Message]) -> list[tuple
         if missing := sorted(set(range(count)) - there):
             peers.leave()
             raise SampleError(
-                f"of {count} partitions of a store, the {peers.world} processes hold {len(there)}: "
+                f"of {count} partitions of a store, the {peers.world_size} processes hold {len(there)}: "
                 f"partition {', '.join(map(str, missing[:5]))} is missing. Mount it in one of them, or "
                 "pack it"
             )
@@ -195,7 +196,7 @@ class Rendezvous:
         if dist.get_rank(self.group) < 0:
             raise InvalidArgument("this process is not of the group: only its partitions mount with it")
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self.rank, self.world = dist.get_rank(self.group), len(self.ranks)
+        self.rank, self.world_size = dist.get_rank(self.group), len(self.ranks)
         number = next(_counters.setdefault(self.ranks, itertools.count()))
         prefix = f"penstock/samples/{restart_id()}/{'-'.join(map(str, self.ranks))}/{number}"
         self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
@@ -213,7 +214,7 @@ class Rendezvous:
         Raises SampleError where a process sends nothing in time, or an error.
         """
         self.send(what, message)
-        missing: Sequence[int] = range(self.world)
+        missing: Sequence[int] = range(self.world_size)
         dead: list[int] = []
         while missing := self._wait_for(what, missing, time.monotonic() + self.timeout_s):
             if dead := self._without_heartbeat(missing):
@@ -221,15 +222,16 @@ class Rendezvous:
         if missing:
             self.leave(missing)
             raise SampleError(
-                f"waited {format_seconds(self.timeout_s)} for processes to {what}: of {self.world}, "
+                f"waited {format_seconds(self.timeout_s)} for processes to {what}: of {self.world_size}, "
                 f"{_ranks_text(dead)} did not. {'It has' if len(dead) == 1 else 'They have'} "
                 "stopped, or not come so far: look at the messages there, or give a longer timeout_s"
             )
-        everyone = [msgspec.msgpack.decode(self._get(what, rank), type=Message) for rank in range(self.world)]
+        ranks = range(self.world_size)
+        everyone = [msgspec.msgpack.decode(self._get(what, rank), type=Message) for rank in ranks]
         if failed := [(rank, each.error) for rank, each in enumerate(everyone) if each.error]:
             self.leave()
             rank, error = failed[0]
-            more = f" ({len(failed)} of {self.world} processes failed)" if len(failed) > 1 else ""
+            more = f" ({len(failed)} of {self.world_size} processes failed)" if len(failed) > 1 else ""
             raise SampleError(f"process {rank} could not {what}: {error}{more}")
         # All have sent this message, so all have read the one before.
         for key in self._sent:
@@ -256,7 +258,7 @@ class Rendezvous:
         """Wait a little for the others to read an error: this process may host the key-value store."""
         with contextlib.suppress(SampleError):
             self.send("leave", Message())
-            there = [rank for rank in range(self.world) if rank not in missing]
+            there = [rank for rank in range(self.world_size) if rank not in missing]
             self._wait_for("leave", there, time.monotonic() + _READ_S)
 
     def _wait_for(self, what: str, ranks: Sequence[int], deadline: float) -> list[int]:

@@ -68,7 +68,7 @@ def converter(
     encoding: str,
     decode: Callable[[Sample], Any] | None,
     decode_batch: Convert | None,
-    collate: Callable[[list[Any]], Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Convert:
     """What makes a batch of this encoding into what is delivered.
 
@@ -78,9 +78,9 @@ def converter(
         raise InvalidArgument("decode= makes one sample, decode_batch= a whole batch: give one of them")
     if decode_batch is not None:
         return decode_batch
-    if decode is None and collate is None:
+    if decode is None and collate_fn is None:
         return functools.partial(to_tensors, encoding)
-    each, join = decode or (lambda sample: sample.fields), collate or default_collate
+    each, join = decode or (lambda sample: sample.fields), collate_fn or default_collate
     return lambda batch: join(decoded(each, batch))
 
 
@@ -138,8 +138,8 @@ def _joined(samples: list[Any] | dict[str, Any]) -> Any:
         return default_collate([_with_tensors(sample) for sample in samples])
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         raise InvalidArgument(
-            f"samples of a batch cannot be joined into tensors: {error}. Give the Loader collate=, which "
-            "gets their list (collate=list leaves it as it is), or decode="
+            f"samples of a batch cannot be joined into tensors: {error}. Give the Loader collate_fn=, which "
+            "gets their list (collate_fn=list leaves it as it is), or decode="
         ) from error
 
 

@@ -27,15 +27,15 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     """Batches of a store, one epoch of this process an iteration.
 
     store           as mounted, or what filtered, mapped, packed or Mixture make of one: its order, rank and
-                    world are the Loader's
+                    world_size are the Loader's
     batch_size      samples of a batch
-    decode          makes a Sample into anything; the batch is what ``collate`` makes of their list
+    decode          makes a Sample into anything; the batch is what ``collate_fn`` makes of their list
     decode_batch    makes a whole Batch into anything: the fast way
-    collate         torch's default_collate unless given
+    collate_fn      torch's default_collate unless given
     seed            of the order; the same in all processes
     drop_last       every worker gives the same number of whole batches, so that all processes make equally
-                    many steps; fewer than ``world * workers * batch_size`` samples are left out
-    threads         number of threads that decode ahead, in order; 0 decodes when a batch is asked for
+                    many steps; fewer than ``world_size * workers * batch_size`` samples are left out
+    num_threads     number of threads that decode ahead, in order; 0 decodes when a batch is asked for
     pin_memory      deliver tensors in pinned memory, where there is an accelerator
     prefetch_bytes  most that the threads hold decoded or under way
     workers         of the DataLoader that will read this, for len() before they have begun
@@ -58,24 +58,26 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         *,
         decode: Callable[[Sample], Any] | None = None,
         decode_batch: Convert | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
         drop_last: bool = False,
-        threads: int = 0,
+        num_threads: int = 0,
         pin_memory: bool = False,
         prefetch_bytes: int | str = "64MiB",
         workers: int | None = None,
         timeout_s: float = 120.0,
     ) -> None:
         checked_source(store)
-        if batch_size < 1 or threads < 0:
-            raise InvalidArgument(f"batch_size={batch_size} and threads={threads}: give at least 1 and 0")
-        converter(store.encoding, decode, decode_batch, collate)
+        if batch_size < 1 or num_threads < 0:
+            raise InvalidArgument(
+                f"batch_size={batch_size} and num_threads={num_threads}: give at least 1 and 0"
+            )
+        converter(store.encoding, decode, decode_batch, collate_fn)
         self.store = store
         self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
-        self.threads, self.pin_memory, self.timeout_s = threads, pin_memory, timeout_s
+        self.num_threads, self.pin_memory, self.timeout_s = num_threads, pin_memory, timeout_s
         self.prefetch_bytes = parse_bytes(prefetch_bytes)
-        self._functions = decode, decode_batch, collate
+        self._functions = decode, decode_batch, collate_fn
         self._workers = workers
         self._epochs = EpochCoordinator()
         self._loaded: Position | None = None
@@ -106,7 +108,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
     def __len__(self) -> int:
         """Batches of a whole epoch in this process."""
         workers = max(1, self._epochs.workers if self._workers is None else self._workers)
-        position = self._fresh(0).divided(self.store.world * workers, self._slots, workers)
+        position = self._fresh(0).divided(self.store.world_size * workers, self._slots, workers)
         ends = map(position.end, position.of_rank(self.store.rank))
         return sum(-(-end // self.batch_size) for end in ends)
 
@@ -137,13 +139,14 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
             worker, workers, base_seed = info.id, info.num_workers, info.seed - info.id
             ordinal = self._ordinals[base_seed] = self._ordinals.get(base_seed, -1) + 1
             epoch, resumes = self._epochs.take_with(base_seed, ordinal, worker, workers)
-        position = self._begin_of(epoch, resumes).divided(self.store.world * workers, self._slots, workers)
+        replicas = self.store.world_size * workers
+        position = self._begin_of(epoch, resumes).divided(replicas, self._slots, workers)
         return position, position.of_rank(self.store.rank)[worker]
 
     def _from_worker_state(self, position: Position, workers: int) -> tuple[Position, int]:
         """Of a worker that has its state from a StatefulDataLoader."""
         self._has_worker_state = False
-        replicas, batch_size = self.store.world * workers, self.batch_size
+        replicas, batch_size = self.store.world_size * workers, self.batch_size
         found = position.replicas, position.slots, position.batch_size
         if found != (replicas, self._slots, batch_size) or not position.taken:
             raise InvalidArgument(
@@ -192,7 +195,7 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         """
         epoch, workers = max(0, self.epoch - 1) if epoch is None else epoch, max(1, workers)
         begin = self._begin_of(epoch, resumes=True)
-        position = begin.divided(self.store.world * workers, self._slots, workers)
+        position = begin.divided(self.store.world_size * workers, self._slots, workers)
         return position.advanced(self.store.rank, batches).state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -259,8 +262,9 @@ class _Iteration(Iterator[Any]):
             skip=self._taken,
         )
         self._sequence = self._store.sequences
-        if loader.threads:
-            self._threads = DecodeThreads(convert, loader.threads, loader.prefetch_bytes, loader.timeout_s)
+        if loader.num_threads:
+            threads = loader.num_threads
+            self._threads = DecodeThreads(convert, threads, loader.prefetch_bytes, loader.timeout_s)
 
     def __next__(self) -> Any:
         if self._closed:

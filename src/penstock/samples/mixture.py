@@ -81,12 +81,12 @@ class Mixture(Made):
                 raise InvalidArgument(
                     f"{source!r} holds no samples to mix: leave it out, or give it weight 0"
                 )
-        self.rank, self.world = self.sources[0].rank, self.sources[0].world
+        self.rank, self.world_size = self.sources[0].rank, self.sources[0].world_size
         for source in self.sources:
-            if (source.rank, source.world) != (self.rank, self.world):
+            if (source.rank, source.world_size) != (self.rank, self.world_size):
                 raise InvalidArgument(
-                    f"the sources of a mixture are mounted as rank {self.rank} of {self.world} and rank "
-                    f"{source.rank} of {source.world}: mount all with the same rank and world"
+                    f"the sources of a mixture are mounted as rank {self.rank} of {self.world_size} and rank "
+                    f"{source.rank} of {source.world_size}: mount all with the same rank and world_size"
                 )
         if samples_per_epoch is None:
             samples_per_epoch = samples_until_seen(self._schedule, sizes)

@@ -62,7 +62,7 @@ def pack(
     chunk_bytes: int | str = CHUNK_BYTES,
     *,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     data_file_bytes: int | str | None = None,
     format: str | None = None,
     format_options: Mapping[str, Any] | None = None,
@@ -78,8 +78,8 @@ def pack(
     dest            a folder, new or empty, or one where the same packing was interrupted; or where objects
                     lie: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``
     chunk_bytes     the grid of the data files, such as "256KiB": a multiple of 4096, up to 1 GiB
-    rank, world     this process packs its partition to ``dest``/part-00003-of-00008. Mount ``dest`` when all
-                    have done so
+    rank            of ``world_size`` processes: this one packs its partition to
+                    ``dest``/part-00003-of-00008. Mount ``dest`` when all have done so
     data_file_bytes  most that a data file holds: 1 TiB by default, of objects 1 GiB
     format          of the source, where it should not be found out; format_options go to it
     metadata        texts of your own, kept in the manifest
@@ -111,26 +111,26 @@ def pack(
     if data_file_bytes is None:
         data_file_bytes = layout.DATA_FILE_BYTES if bucket is None else DATA_FILE_BYTES
     data_file_bytes = _size("data_file_bytes", data_file_bytes, 1, layout.DATA_FILE_BYTES)
-    if not 0 <= rank < world or world > 99999:
+    if not 0 <= rank < world_size or world_size > 99999:
         raise InvalidArgument(
-            f"rank={rank} is none of world={world} processes: give 0 <= rank < world <= 99999"
+            f"rank={rank} is none of world_size={world_size} processes: give 0 <= rank < world_size <= 99999"
         )
     if bucket is None and staging is not None:
         raise InvalidArgument(f"staging={os.fspath(staging)!r} is for objects, and {dest} is a folder")
-    name = layout.partition_name(rank, world) if world > 1 else ""
+    name = layout.partition_name(rank, world_size) if world_size > 1 else ""
     if bucket is not None and staging is None:
         folder = staging_path(bucket.url_of(name))
     else:
         folder = Path(dest if staging is None else staging)
     _check_outside(source, folder)
     opened = open_source(source, format=format, **(format_options or {}))
-    if world > 1:
+    if world_size > 1:
         if bucket is None:
-            _check_partitions(folder, world)
+            _check_partitions(folder, world_size)
         else:
-            check_partitions(bucket, world)
+            check_partitions(bucket, world_size)
             bucket = Bucket(bucket.url_of(name))
-        opened = opened.of_rank(rank, world)
+        opened = opened.of_rank(rank, world_size)
     if bucket is not None and staging is None:
         make_private(folder)
     else:
@@ -142,14 +142,14 @@ def pack(
         fields=opened.fields,
         classes=opened.classes,
         partition=rank,
-        partitions=world,
+        partitions=world_size,
         samples=opened.samples,
         size_bytes=opened.size_bytes,
     )
     options: dict[str, Any] = {"metadata": described, "resume": resume, "report": progress}
     if bucket is None:
         return pack_source(opened, folder, recipe, overwrite=overwrite, **options)
-    with Sending(bucket, overwrite=overwrite, removes_folder=staging is None or world > 1) as sending:
+    with Sending(bucket, overwrite=overwrite, removes_folder=staging is None or world_size > 1) as sending:
         return pack_source(opened, folder, recipe, sending=sending, **options)
 
 
@@ -335,14 +335,14 @@ def _check_outside(source: Any, folder: Path) -> None:
             raise InvalidArgument(f"{folder} lies in the source {real}: choose a folder outside")
 
 
-def _check_partitions(folder: Path, world: int) -> None:
+def _check_partitions(folder: Path, world_size: int) -> None:
     """Raises InvalidArgument where ``folder`` holds anything but partitions of so many."""
     if not folder.is_dir():
         return
     for name in sorted(os.listdir(folder)):
         found = _PARTITION.fullmatch(name)
-        if found is None or int(found[2]) != world:
+        if found is None or int(found[2]) != world_size:
             raise InvalidArgument(
-                f"{folder} holds {name!r}, which is not a partition of a store of {world}: "
+                f"{folder} holds {name!r}, which is not a partition of a store of {world_size}: "
                 "choose a new or an empty folder"
             )

@@ -42,7 +42,7 @@ class Options:
     order: str
     cache_bytes: int
     rank: int
-    world: int
+    world_size: int
     io: str
     verify: bool
     on_damage: str
@@ -59,9 +59,10 @@ class Options:
         ):
             if (value := getattr(self, name)) not in choices:
                 raise InvalidArgument(f"{name}={value!r} is none of {', '.join(map(repr, choices))}")
-        if not 0 <= self.rank < self.world:
+        if not 0 <= self.rank < self.world_size:
             raise InvalidArgument(
-                f"rank={self.rank} is not among world={self.world} processes: give 0 to world - 1"
+                f"rank={self.rank} is none of world_size={self.world_size} processes: give 0 <= rank < "
+                "world_size"
             )
         if not self.timeout_s > 0:
             raise InvalidArgument(f"timeout_s={self.timeout_s} must be more than 0")

@@ -125,7 +125,7 @@ class Packed(Made):
     ) -> None:
         """`packed` does this."""
         self.store, self.identity, self.block = store, identity, block
-        self.rank, self.world = store.rank, store.world
+        self.rank, self.world_size = store.rank, store.world_size
         self._pieces, self._pad, self._read = pieces, pad, read
         self.indices_end = len(self)
         self.waste = 1 - int(pieces.lengths.sum()) / (len(self) * block)

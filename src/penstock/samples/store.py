@@ -144,7 +144,7 @@ def mount(
     order: str = "chunk",
     cache_bytes: int | str = "256MiB",
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     *,
     group: Any = None,
     served_at: str | None = None,
@@ -166,9 +166,9 @@ def mount(
     order           of `Store.sequence`: "chunk" reads whole chunks, and mixes those that `cache_bytes` hold;
                     "full" is a permutation of all samples, each read by itself
     cache_bytes     memory for chunks, such as "256MiB"
-    rank, world     which of how many processes this is: `Store.bread` gives it its share
+    rank, world_size  which of how many processes this is: `Store.bread` gives it its share
     group           of torch.distributed: all its processes mount together, each what it can see, and every
-                    one has all samples; rank and world are those of the group
+                    one has all samples; rank and world_size are those of the group
     served_at       with `group`: the URL at which this machine serves `path` (`serve`): the other processes
                     read it there, and need no file system in common
     io              of folders, "buffered": through the page cache; "direct": past it; "auto": past it where
@@ -192,7 +192,7 @@ def mount(
     if group is not None:
         from penstock.samples.collective import gather
 
-        directories, rank, world = gather(
+        directories, rank, world_size = gather(
             path, group, served_at=served_at, verify=verify, timeout_s=timeout_s, cache=cache
         )
     elif served_at is not None:
@@ -201,7 +201,7 @@ def mount(
         order=order,
         cache_bytes=parse_bytes(cache_bytes),
         rank=operator.index(rank),
-        world=operator.index(world),
+        world_size=operator.index(world_size),
         io=io,
         verify=verify,
         on_damage=on_damage,
@@ -222,7 +222,7 @@ class Store(Catalog, Closing):
     mounts it anew. After a fork the child uses it as if it had mounted it, and calls `sequence` again.
 
     order        "full" or "chunk"
-    rank, world  whose share `bread` gives
+    rank, world_size  whose share `bread` gives
     io           "buffered" or "direct"; io_reason says why
     shape        how the cache is used
     """
@@ -231,7 +231,7 @@ class Store(Catalog, Closing):
         """`mount` does this."""
         super().__init__(directories)
         self._options = options
-        self.order, self.rank, self.world = options.order, options.rank, options.world
+        self.order, self.rank, self.world_size = options.order, options.rank, options.world_size
         chunks = sum(manifest.chunks for manifest in self.manifests)
         buffers = min(options.cache_bytes // buffer_bytes(self.chunk_bytes), chunks)
         self.shape = CacheShape(0, 0)
@@ -315,13 +315,13 @@ class Store(Catalog, Closing):
         The order is a pure function of the arguments, the store, `order`, and in chunk order `shape.slots`.
 
         after     what was taken of this epoch while it was divided otherwise: only the rest comes
-        replica   which of ``replicas`` disjoint shares this is; by default rank and world
+        replica   which of ``replicas`` disjoint shares this is; by default rank and world_size
         skip      samples at the beginning of the share that are left out
         kept      [n] int64, ascending: the epoch is of these samples only
 
         Raises InvalidArgument.
         """
-        replicas = self.world if replicas is None else replicas
+        replicas = self.world_size if replicas is None else replicas
         share = Share(seed, epoch, after, self.rank if replica is None else replica, replicas, skip)
         firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
         samples, chosen = self._samples, None

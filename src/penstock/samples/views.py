@@ -71,7 +71,7 @@ class Made(ABC):
     order: str
     slots: Slots
     rank: int
-    world: int
+    world_size: int
     indices_end: int
     sequences = 0
     _iteration: Iteration | None = None
@@ -101,7 +101,7 @@ class Made(ABC):
         skip: int = 0,
     ) -> None:
         """Begin an epoch, as `Store.sequence` says. Raises InvalidArgument."""
-        replicas = self.world if replicas is None else replicas
+        replicas = self.world_size if replicas is None else replicas
         replica = self.rank if replica is None else replica
         self._iteration = self._begin(Share(seed, epoch, after, replica, replicas, skip))
         self.sequences += 1
@@ -122,12 +122,12 @@ class View:
     encoding: str
     order: str
     rank: int
-    world: int
+    world_size: int
 
     def __init__(self, source: Source, identity: str) -> None:
         self._source, self.identity = source, identity
         self.encoding = source.encoding
-        self.order, self.rank, self.world = source.order, source.rank, source.world
+        self.order, self.rank, self.world_size = source.order, source.rank, source.world_size
 
     def __len__(self) -> int:
         return len(self._source)

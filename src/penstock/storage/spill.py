@@ -177,8 +177,13 @@ class SpillSpace(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes the file systems have free. Two directories on one file system count it twice."""
-        return sum(file.free_bytes() for file in self._regions["disk"].files)
+        """Bytes the file systems have free, within the capacity. Two directories on one file system count it
+        twice."""
+        free_bytes = sum(file.free_bytes() for file in self._regions["disk"].files)
+        if self.capacity_bytes is not None:
+            left_bytes = self.capacity_bytes - self.used_bytes - self._swap_bytes()
+            free_bytes = min(free_bytes, max(left_bytes, 0))
+        return free_bytes
 
     def swap_file(self) -> tuple[int, int, int, int]:
         """A file for who writes by itself, without extents: it has no name either, lies in the first

@@ -100,7 +100,8 @@ class ArenaRoom(Room):
             if device.spill.free_bytes < refused_bytes:
                 raise SpillSpaceFull(
                     f"{device.place_text} is full, and nothing can leave memory: a kernel asked for "
-                    f"{format_bytes_up(refused_bytes)} more. Free space there, or choose another spill_dir."
+                    f"{format_bytes_up(refused_bytes)} more. Free space there, choose another spill_dir, or "
+                    "raise a disk_budget."
                 ) from None  # torch's own says less
             needed_bytes = max(needed_bytes, stats.refused_at_bytes + device.memory.beside_bytes)
             raise BudgetTooSmall(

@@ -147,7 +147,7 @@ def _sent_before(folder: Path, done: progress.Packing) -> dict[str, int]:
     return {name: size_bytes for name, size_bytes in sizes.items() if name not in done.files}
 
 
-def check_partitions(bucket: Bucket, world: int) -> None:
+def check_partitions(bucket: Bucket, world_size: int) -> None:
     """Raises InvalidArgument where there is a store, or partitions of another number."""
     with as_sample_errors():
         if layout.MANIFEST in bucket.listed():
@@ -155,8 +155,8 @@ def check_partitions(bucket: Bucket, world: int) -> None:
         folders = bucket.folders()
     for name in folders:
         found = layout.PARTITION.fullmatch(name)
-        if found is not None and int(found[2]) != world:
+        if found is not None and int(found[2]) != world_size:
             raise InvalidArgument(
-                f"{bucket} holds {name!r}, which is not a partition of a store of {world}: choose another "
-                "prefix"
+                f"{bucket} holds {name!r}, which is not a partition of a store of {world_size}: choose "
+                "another prefix"
             )

@@ -24,10 +24,10 @@ class Items(Source):
 
     @property
     def samples(self) -> int | None:
-        return None if self.whole is None else len(range(self.rank, self.whole, self.world))
+        return None if self.whole is None else len(range(self.rank, self.whole, self.world_size))
 
     def __iter__(self) -> Iterator[RawSample]:
-        mine = itertools.islice(enumerate(self.again()), self.rank, None, self.world)
+        mine = itertools.islice(enumerate(self.again()), self.rank, None, self.world_size)
         for position, item in mine:
             yield self._encoded(item, position)
 

@@ -55,7 +55,7 @@ class Source:
     encoding     of the samples, as in a store's manifest
     classes      what labels count
     fields       of "record"
-    rank, world  this is partition ``rank`` of so many, which are disjoint, and together everything
+    rank, world_size  this is partition ``rank`` of so many, which are disjoint, and together everything
     """
 
     description: str
@@ -63,7 +63,7 @@ class Source:
     classes: tuple[str, ...]
     fields: tuple[Field, ...] = field(default=(), kw_only=True)
     rank: int = field(default=0, kw_only=True)
-    world: int = field(default=1, kw_only=True)
+    world_size: int = field(default=1, kw_only=True)
 
     def __iter__(self) -> Iterator[Any]:
         """RawSamples and Blocks."""
@@ -79,16 +79,18 @@ class Source:
         """About how many bytes they have, where known beforehand."""
         return None
 
-    def of_rank(self: One, rank: int, world: int) -> One:
-        if not 0 <= rank < world:
-            raise InvalidArgument(f"rank={rank} is none of world={world} processes: give 0 <= rank < world")
-        if self.world != 1:
+    def of_rank(self: One, rank: int, world_size: int) -> One:
+        if not 0 <= rank < world_size:
+            raise InvalidArgument(
+                f"rank={rank} is none of world_size={world_size} processes: give 0 <= rank < world_size"
+            )
+        if self.world_size != 1:
             raise InvalidArgument("this source is a partition already: divide the whole source instead")
-        return replace(self, rank=rank, world=world)
+        return replace(self, rank=rank, world_size=world_size)
 
     def share(self, items: int) -> range:
         """The positions of this partition among ``items``, without gaps."""
-        return range(items * self.rank // self.world, items * (self.rank + 1) // self.world)
+        return range(items * self.rank // self.world_size, items * (self.rank + 1) // self.world_size)
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,8 @@ class Sharded(Source):
 
     def _mine(self) -> tuple[Sequence[tuple[str, str]], int]:
         """The shards to read, and that every so many-th of their samples is kept: all of enough shards."""
-        if len(self.shards) < self.world:
-            return self.shards, self.world
+        if len(self.shards) < self.world_size:
+            return self.shards, self.world_size
         mine = self.share(len(self.shards))
         return self.shards[mine.start : mine.stop], 1
 
