@@ -164,7 +164,7 @@ def test_what_a_kernel_uses_keeps_its_bits_where_it_is_in_the_way(
     rearranged: list[bool] = []
 
     def refused(room: AllocatorRoom, sizes: list[int]) -> None:
-        if room._compaction.is_open and not room._opened_for:
+        if room._compaction.is_open and not room._emptied_for:
             assert room.make(max(sizes))
             room._next_opening = 0  # where it could not be opened again at once
         make_holes(room, sizes)

@@ -115,10 +115,14 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
     )
 
 
-def refuse_below_minimum(trace: Trace, budget_bytes: int) -> int:
-    """The minimum. Raises BudgetTooSmall where the budget is smaller."""
+def refuse_below_minimum(trace: Trace, budget_bytes: int, told_bytes: int = 0) -> int:
+    """The minimum. Raises BudgetTooSmall where the budget is smaller.
+
+    told_bytes   the least that the error asks for: the device may take more than the minimum
+    """
     needed = minimum_bytes(trace)
     if budget_bytes < needed:
+        told_bytes = max(needed, told_bytes)
         amount = format_bytes_up(needed)
         where, of = "the step", ""
         if trace.kernels:
@@ -128,8 +132,8 @@ def refuse_below_minimum(trace: Trace, budget_bytes: int) -> int:
             of = f" ({', '.join(f'{part} {format_bytes(size)}' for part, size in found if size > 0)})"
         raise BudgetTooSmall(
             f"{where} needs {amount}{of}; the device budget is {format_bytes(budget_bytes)}. "
-            f"No plan can help: raise the budget to {amount} or lower the micro-batch.",
-            needed,
+            f"No plan can help: raise the budget to {format_bytes_up(told_bytes)} or lower the micro-batch.",
+            told_bytes,
         )
     return needed
 

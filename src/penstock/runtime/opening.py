@@ -126,7 +126,7 @@ def open_run(
         )
         peak_is_known = resident.reset_peak()
         together = joint_planning.open_joint_planning(f"{device_budget} {planning}")
-        kinds = StepKinds(planning, hardware, together, made.plannable, measures=probed)
+        kinds = StepKinds(planning, hardware, together, made, measures=probed)
         if plan is not None:
             kinds.follow_given(plan)
         before_bytes = resident_before_bytes if peak_is_known else None

@@ -217,7 +217,7 @@ class Offload(Closing):
         # leave at the end never could: where tensors were shared in the step, its minimum may be too high.
         too_high = self._engine.any_got_other_memory or minimum_bytes(trace) > self._device.meter.peak_bytes()
         if self._kinds.planning.keep_weights or not too_high:
-            refuse_below_minimum(trace, budget_bytes)
+            refuse_below_minimum(trace, budget_bytes, self._device.least_budget(trace))
 
     def _time_last_step(self) -> None:
         """Take the time of the step before, which the device may have been at still when the host left it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 
 from penstock.core.check import check
 from penstock.core.hardware import LINKS, Hardware
-from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, InvalidPlan, PenstockError
@@ -21,6 +19,7 @@ from penstock.planners import plan as make_plan
 from penstock.planners import refuse_below_minimum
 from penstock.runtime import resident
 from penstock.runtime.collectives import in_flight_bytes
+from penstock.runtime.devices import Device
 from penstock.runtime.drift import Drift
 from penstock.runtime.joint_planning import JointPlan, JointPlanning, JointStep
 from penstock.runtime.ranks import WAIT_S
@@ -116,21 +115,18 @@ class StepKind:
         }
 
 
-Plannable = Callable[[Trace, int], tuple[Trace, int]]
-
-
 class StepPlanner:
     """Makes the plans of a run.
 
     options         what plans may do
     ranks           that plan together; None: this process plans for itself
-    plannable       the trace and the budget to plan for: see penstock.runtime.devices.Device
+    device          that tells what to plan for, and what is the least
     minimum_bytes   smallest device budget in which the recorded steps could have run
     refusal         why no plan could be made for the step that was recorded last; empty where one was
     """
 
-    def __init__(self, options: PlanOptions, ranks: JointPlanning | None, plannable: Plannable) -> None:
-        self._options, self._ranks, self._plannable = options, ranks, plannable
+    def __init__(self, options: PlanOptions, ranks: JointPlanning | None, device: Device) -> None:
+        self._options, self._ranks, self._device = options, ranks, device
         self.minimum_bytes = 0
         self.refusal = ""
 
@@ -142,13 +138,13 @@ class StepPlanner:
                 "penstock.plan's own result"
             )
         trace = plan.trace.with_weights_kept() if self._options.keep_weights else plan.trace
-        refuse_below_minimum(trace, hardware.device_bytes)
+        refuse_below_minimum(trace, hardware.device_bytes, self._device.least_budget(trace))
         kind = self._checked(trace, plan, hardware)
         return replace(kind, plan=plan, recordings_left=RECORDINGS, fixed=True)
 
     def recorded(self, trace: Trace, hardware: Hardware, before: StepKind | None) -> StepKind:
         """A kind of step with a plan for what was just recorded."""
-        self.minimum_bytes = max(self.minimum_bytes, minimum_bytes(trace))
+        self.minimum_bytes = max(self.minimum_bytes, self._device.least_budget(trace))
         trace = fastest(None if before is None else before.trace, trace)
         left = RECORDINGS if before is None else before.recordings_left
         try:
@@ -215,7 +211,7 @@ class StepPlanner:
     def _plan(self, trace: Trace, hardware: Hardware, time_limit_s: float) -> Plan:
         """Raises PenstockError."""
         budget_bytes = hardware.device_bytes - in_flight_bytes(trace, hardware.device_bytes)
-        movable, budget_bytes = self._plannable(trace, budget_bytes)
+        movable, budget_bytes = self._device.plannable(trace, budget_bytes)
         plan = make_plan(
             movable,
             hardware,
@@ -226,7 +222,7 @@ class StepPlanner:
             lossy=self._options.lossy,
             time_limit_s=time_limit_s,
         )
-        return replace(plan, trace=trace, minimum_bytes=minimum_bytes(trace))
+        return replace(plan, trace=trace, minimum_bytes=self._device.least_budget(trace))
 
     def _agreed(self, trace: Trace, agreed: JointPlan, joint: JointStep) -> StepKind:
         """With the plan of several ranks. Raises InvalidPlan."""

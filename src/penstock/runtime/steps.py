@@ -20,13 +20,13 @@ from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
 from penstock.options import PlanOptions
-from penstock.runtime.devices import Moved
+from penstock.runtime.devices import Device, Moved
 from penstock.runtime.drift import with_rates_of, without_copies
 from penstock.runtime.joint_planning import JointPlanning
 from penstock.runtime.recording import Recording
 from penstock.runtime.replanning import NewPlan, Replanning
 from penstock.runtime.schedule import Schedule
-from penstock.runtime.step_planner import Plannable, StepKind, StepPlanner, fastest
+from penstock.runtime.step_planner import StepKind, StepPlanner, fastest
 from penstock.units import format_seconds
 
 # So many kinds of step are traced and planned; in others the least recently used tensors leave.
@@ -40,7 +40,7 @@ class StepKinds:
 
     planning        what plans may do; where they may compress, recordings sample how many zeros there are
     ranks           that plan together; None: this process plans for itself
-    plannable       the trace and the budget to plan for: see penstock.runtime.devices.Device
+    device          that tells what to plan for, and what is the least
     measures        its rates are those that the steps have had, as soon as these are known
 
     planner         makes the plans, and `replanning` those in the place of others
@@ -57,11 +57,11 @@ class StepKinds:
         planning: PlanOptions,
         hardware: Hardware,
         ranks: JointPlanning | None,
-        plannable: Plannable,
+        device: Device,
         measures: bool,
     ) -> None:
         self._measures = measures
-        self.planner = StepPlanner(planning, ranks, plannable)
+        self.planner = StepPlanner(planning, ranks, device)
         self.replanning = Replanning(self.planner)
         self.planning = planning
         self.hardware = self._at_first = hardware

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from penstock._native import DeviceMemory
+from penstock.core.memory_profile import minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import PenstockError
 from penstock.runtime.kernel_times import Timed
@@ -275,6 +276,10 @@ class Device(Copies, Recomputes):
         """What plans for the trace are made for: without moves that free nothing here, and in what is left of
         the budget beside what they cannot use. No less than the trace needs, where the budget has that."""
         return trace, budget_bytes
+
+    def least_budget(self, trace: Trace) -> int:
+        """The smallest budget in which the step runs, with all that the device takes beside its tensors."""
+        return minimum_bytes(trace)
 
     def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
         """The program uses the storage on that stream, and may free it before the stream is done with it."""

@@ -49,7 +49,7 @@ from penstock.runtime.devices.copies import Copies, Events, Slot, as_bytes
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.meters import AllocatorMeter
 from penstock.runtime.devices.packing import Packing
-from penstock.runtime.devices.reserved import ReservedMemory, plannable
+from penstock.runtime.devices.reserved import ReservedMemory, least_budget, plannable
 from penstock.runtime.devices.room import AllocatorRoom
 from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import AWAY, COMING, DROPPED, RESIDENT, ManagedStorage
@@ -281,6 +281,9 @@ class AcceleratorDevice(Device):
 
     def plannable(self, trace: Trace, budget_bytes: int) -> tuple[Trace, int]:
         return plannable(trace, budget_bytes, self._reserved.small_bytes)
+
+    def least_budget(self, trace: Trace) -> int:
+        return least_budget(trace, self._reserved.small_bytes)
 
     # -- copies --------------------------------------------------------------------------------
 

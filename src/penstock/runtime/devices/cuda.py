@@ -184,8 +184,11 @@ class TorchDriver:
         statistics = self._statistics()
         allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
         small = statistics["reserved_bytes"]["small_pool"]
+        large_bytes = statistics["requested_bytes"]["large_pool"]["current"]
         peaks = allocated["peak"], reserved["peak"]
-        return Memory(allocated["current"], reserved["current"], *peaks, small["current"], small["peak"])
+        return Memory(
+            allocated["current"], reserved["current"], *peaks, small["current"], small["peak"], large_bytes
+        )
 
     def _statistics(self) -> Any:
         """What the allocator counts. torch.accelerator.memory_stats takes 0.2 ms to make names of it."""

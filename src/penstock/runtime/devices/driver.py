@@ -16,6 +16,7 @@ class Memory(NamedTuple):
     reserved_bytes    taken from the device: in tensors, or cached
     small_bytes       of these, in segments of small blocks
     peak_...          peaks of each since `reset_peaks`
+    large_bytes       of tensors that lie in other segments than these, as they asked for them
     """
 
     allocated_bytes: int
@@ -24,6 +25,7 @@ class Memory(NamedTuple):
     peak_reserved_bytes: int
     small_bytes: int = 0
     peak_small_bytes: int = 0
+    large_bytes: int = 0
 
 
 class Driver(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.core.columns import sum_over
-from penstock.core.memory_profile import minimum_bytes
+from penstock.core.memory_profile import held_bytes, least_workspace_bytes, minimum_bytes
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.driver import Driver
@@ -17,6 +17,13 @@ from penstock.units import format_bytes
 # torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
 # up to 1 MiB lies in one of 2 MiB, one of less than 10 MiB in one of 20 MiB.
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 << 20, 20 << 20
+LEAST_OWN_SEGMENT_BYTES = 10 << 20
+
+# What it rounds tensors up to, and in one segment they lie one behind the other.
+ROUND_BYTES = 512
+
+# Left free beside one segment for large tensors: small ones are seldom packed as well as they could be.
+SPARE_BYTES = 2 * SMALL_SEGMENT_BYTES
 
 # Share of the budget that is lost to free blocks too small to be used.
 PIECES_SHARE = 0.02
@@ -43,6 +50,44 @@ def plannable(trace: Trace, budget_bytes: int, small_bytes: int) -> tuple[Trace,
     if minimum_bytes(stays) <= left_bytes:
         return stays, left_bytes
     return trace, max(left_bytes, min(budget_bytes, minimum_bytes(trace)))
+
+
+def rounded_up(size_bytes: int, to_bytes: int) -> int:
+    return -(-size_bytes // to_bytes) * to_bytes
+
+
+def one_segment_bytes(large_bytes: int) -> int:
+    """The smallest segment that can be had for so many bytes of large tensors."""
+    return max(rounded_up(large_bytes, SMALL_SEGMENT_BYTES), LEAST_OWN_SEGMENT_BYTES) if large_bytes else 0
+
+
+def budget_of(large_bytes: int, small_bytes: int) -> int:
+    """In which so many bytes of large tensors fit, in one segment, beside segments of small blocks."""
+    spare_bytes = SPARE_BYTES if large_bytes else 0
+    return one_segment_bytes(large_bytes) + rounded_up(small_bytes, SMALL_SEGMENT_BYTES) + spare_bytes
+
+
+def least_budget(trace: Trace, small_bytes: int) -> int:
+    """The smallest budget whose segments are known to hold what each kernel of the trace cannot do without.
+
+    small_bytes   peak of segments of small blocks, 0 where it is not known. Where small tensors leave it is
+                  less: of segments that hold what a kernel needs all but one are more than half full
+    """
+    size_bytes = -(-trace.tensor_bytes // ROUND_BYTES) * ROUND_BYTES
+    is_large, workspace_bytes = trace.tensor_bytes > LARGEST_SMALL_BYTES, least_workspace_bytes(trace)
+    # Workspace may be one large tensor or many small ones.
+    large_bytes, few_bytes = (
+        held_bytes(replace(trace, tensor_bytes=np.where(chosen, size_bytes, 0))) + workspace
+        for chosen, workspace in (
+            (is_large, np.where(workspace_bytes > LARGEST_SMALL_BYTES, workspace_bytes, 0)),
+            (~is_large, workspace_bytes),
+        )
+    )
+    needed_bytes = (
+        budget_of(large, min(small_bytes or 2 * few, 2 * few))
+        for large, few in zip(large_bytes.tolist(), few_bytes.tolist(), strict=True)
+    )
+    return max(minimum_bytes(trace), *needed_bytes)
 
 
 class ReservedMemory:
@@ -133,19 +178,27 @@ class ReservedMemory:
         own_bytes = max(memory.allocated_bytes - self.foreign_bytes, 0)
         return own_bytes, memory.reserved_bytes - memory.allocated_bytes
 
-    def largest_new_segment_bytes(self) -> int:
-        """Size of the largest segment that can still be reserved, next to those for small blocks."""
+    def largest_new_segment_bytes(self, needed_bytes: int) -> int:
+        """Size of a segment for large tensors: what is left next to as many segments of small blocks as there
+        were at most, or more, where it fits, as some kernel needs so many bytes."""
         self.measure()
         memory = self._driver.memory()
-        later_bytes = self.small_bytes - memory.small_bytes + 2 * SMALL_SEGMENT_BYTES
-        left_bytes = self.limit_bytes - memory.reserved_bytes - later_bytes
-        return left_bytes // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+        left_bytes = self.limit_bytes - memory.reserved_bytes
+        later_bytes = self.small_bytes - memory.small_bytes + SPARE_BYTES
+        size_bytes = (left_bytes - later_bytes) // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+        least_bytes = one_segment_bytes(needed_bytes)
+        return max(size_bytes, least_bytes) if least_bytes <= left_bytes else size_bytes
 
-    def budget_for(self, size_bytes: int) -> int:
-        """A budget in which tensors of ``size_bytes`` in total fit, whatever their sizes."""
+    def budget_for(self, size_bytes: int, used_bytes: int) -> int:
+        """A budget in which tensors of ``size_bytes`` in total fit beside large ones of ``used_bytes``, which
+        may move, and what cannot leave."""
         self._driver.empty_cache()  # what stays reserved is in segments that hold tensors
-        kept_bytes = max(self._driver.memory().reserved_bytes - self._foreign_reserved_bytes, 0)
+        memory = self._driver.memory()
+        small_bytes, large_bytes = memory.small_bytes - self.foreign_bytes, used_bytes
+        if (others_bytes := memory.large_bytes - used_bytes) > 0:  # they may lie anywhere in their segments
+            small_bytes += others_bytes + LARGE_SEGMENT_BYTES
         if size_bytes <= LARGEST_SMALL_BYTES:
-            return kept_bytes + SMALL_SEGMENT_BYTES
-        whole_bytes = -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-        return kept_bytes + whole_bytes + LARGE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
+            small_bytes += SMALL_SEGMENT_BYTES
+        else:
+            large_bytes += rounded_up(size_bytes, ROUND_BYTES)
+        return budget_of(large_bytes, max(small_bytes, 0))

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import BudgetTooSmall, SpillError
 from penstock.runtime.devices import Room
 from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.driver import Driver
-from penstock.runtime.devices.reserved import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, ReservedMemory
+from penstock.runtime.devices.reserved import (
+    LARGE_SEGMENT_BYTES,
+    ROUND_BYTES,
+    SMALL_SEGMENT_BYTES,
+    ReservedMemory,
+    rounded_up,
+)
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
-from penstock.runtime.storages import RESIDENT, ManagedStorage
+from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 if TYPE_CHECKING:
     from penstock.runtime.devices.accelerator import AcceleratorDevice
 
 logger = logging.getLogger("penstock")
+
+# How often all leaves for a kernel in a step.
+TRIES = 4
 
 
 class AllocatorRoom(Room):
@@ -35,14 +45,15 @@ class AllocatorRoom(Room):
         self._reserved, self._compaction = reserved, compaction
         self._steps = 0
         self._next_opening = 0  # the step from which on the segment may be opened
+        self._needed_bytes = 0  # most that a kernel had to have in large tensors
         # In this step: for which kernels, by what they use and ask for.
-        self._opened_for: set[tuple[int, ...]] = set()
+        self._emptied_for: Counter[tuple[int, ...]] = Counter()
         self._rearranged_for: set[tuple[int, ...]] = set()
         self._undivided = False  # the allocator's settings let no segment be opened, which is logged
 
     def begin_step(self) -> None:
         self._steps += 1
-        self._opened_for.clear()
+        self._emptied_for.clear()
         self._rearranged_for.clear()
         compaction = self._compaction
         if compaction.is_open and self._device.packs:  # on a stream of its own
@@ -93,22 +104,26 @@ class AllocatorRoom(Room):
         return True
 
     def _arrange(self, used: Sequence[ManagedStorage], size_bytes: int) -> bool:
-        """Each way once a kernel in a step, but the last, which ends what it can end. For small tensors, of
-        which the one segment has none, that is all that helps: it takes what they need."""
+        """What a kernel uses is rearranged once in a step, and all leaves a few times: where small tensors
+        ended the one segment, it is opened again. These have nothing of it, and where they find no memory all
+        has to leave."""
         is_large = size_bytes > LARGEST_SMALL_BYTES
         kernel = (size_bytes, *(managed.key for managed in used))
+        needed_bytes = _large_bytes(used) + is_large * rounded_up(size_bytes, ROUND_BYTES)
+        self._needed_bytes = max(self._needed_bytes, needed_bytes)
         if is_large and self._compaction.is_open and kernel not in self._rearranged_for:
             self._rearranged_for.add(kernel)
             if self._rearrange(used, size_bytes):
                 return True
-        if is_large and self._has_one_stream and kernel not in self._opened_for:
-            self._opened_for.add(kernel)
+        self._emptied_for[kernel] += 1
+        tries = self._emptied_for[kernel] <= TRIES
+        if tries and is_large and self._has_one_stream:
             self._have_one_segment()
-            return True
-        if self._compaction.is_open:
+        elif tries or self._compaction.is_open:
             self._empty_segments()
-            return True
-        return False
+        else:
+            return False
+        return True
 
     def _rearrange(self, used: Sequence[ManagedStorage], size_bytes: int) -> bool:
         """Have the largest that a kernel uses leave, which hardly ever moves, and holes for it and for what
@@ -152,7 +167,7 @@ class AllocatorRoom(Room):
         """The allocator had memory in too many pieces: have it all in one, where it is one stream's."""
         self._reserved.measure()
         self._empty_segments()
-        size_bytes = self._reserved.largest_new_segment_bytes()
+        size_bytes = self._reserved.largest_new_segment_bytes(self._needed_bytes)
         if (setting := self._driver.undivided(size_bytes)) is not None:
             if not self._undivided:
                 self._undivided = True
@@ -163,9 +178,9 @@ class AllocatorRoom(Room):
                     setting,
                 )
             return
-        if size_bytes < self._reserved.budget_bytes // 2 or not self._compaction.open(
-            size_bytes, self._device.streams[0]
-        ):
+        half_bytes = self._reserved.budget_bytes // 2
+        is_too_small = size_bytes < min(self._needed_bytes or half_bytes, half_bytes)
+        if is_too_small or not self._compaction.open(size_bytes, self._device.streams[0]):
             logger.warning(
                 "the allocator's memory stays in pieces: tensors that cannot leave are in too many of its "
                 "segments"
@@ -205,7 +220,7 @@ class AllocatorRoom(Room):
             return
         asked_bytes = max(needed_bytes, _asked_bytes(error, needed_bytes), 1)
         in_use_bytes, fragments_bytes = self._reserved.in_use_and_free_bytes()
-        least_bytes = max(self.budget_for(asked_bytes), self._reserved.budget_bytes + SMALL_SEGMENT_BYTES)
+        least_bytes = self.budget_for(asked_bytes)
         raise BudgetTooSmall(
             f"the device has no memory left for a kernel: {format_bytes(in_use_bytes)} are in use by tensors "
             f"that cannot leave now, {format_bytes(fragments_bytes)} are fragments of the allocator, and the "
@@ -216,7 +231,18 @@ class AllocatorRoom(Room):
         ) from error
 
     def budget_for(self, size_bytes: int) -> int:
-        return self._reserved.budget_for(size_bytes)
+        movable = (one for one in self._device.storages.all() if one.movable)
+        there = (one for one in movable if one.state not in (AWAY, DROPPED))
+        found_bytes = self._reserved.budget_for(size_bytes, _large_bytes(there))
+        if found_bytes > self._reserved.budget_bytes:
+            return found_bytes
+        # The kernel makes more by itself, of which nobody knows: a segment is for any of that.
+        return self._reserved.budget_bytes + LARGE_SEGMENT_BYTES
+
+
+def _large_bytes(storages: Iterable[ManagedStorage]) -> int:
+    sizes = (one.size_bytes for one in storages if one.size_bytes > LARGEST_SMALL_BYTES)
+    return sum(rounded_up(size_bytes, ROUND_BYTES) for size_bytes in sizes)
 
 
 def _asked_bytes(error: BaseException, needed_bytes: int) -> int:
