@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER_STATE, WEIGHT, WORKSPACE
+from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER, OPTIMIZER_STATE, WEIGHT, WORKSPACE
 from penstock.core.columns import IntArray, Lists, sum_over
 from penstock.core.trace import Trace, Variant
 from penstock.core.validate import harmless_producers
@@ -85,8 +86,7 @@ def make_trace(
     state that the iteration made and left. A gradient made in the iteration is not: the next one makes
     its own.
     """
-    touched = (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
-    order = list(dict.fromkeys([*touched, *range(len(tensors))]))
+    order = _by_first_touch(kernels, tensors)
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.arange(len(order))
     records = [tensors[index] for index in order]
@@ -124,6 +124,74 @@ def make_trace(
         measured=measured,
         notes=dict(notes or {}),
     )
+
+
+class Records(NamedTuple):
+    """Of an iteration that has not run.
+
+    tensors   in the order in which kernels first touch them
+    numbers   [T] their positions among those of the iteration that it was derived from
+    """
+
+    kernels: list[KernelRecord]
+    tensors: list[TensorRecord]
+    numbers: list[int]
+
+
+def with_state_there(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRecord]) -> Records | None:
+    """The iteration that follows the one of these records, which has made the optimizer's state: there it is,
+    and goes on. None where no state was made.
+
+    Kernels that only make state do not run again. What was made as a copy, as SGD's momentum is of the first
+    gradient, is multiplied and added to from then on. An optimizer may go on in another way.
+    """
+    made = {
+        index
+        for index, record in enumerate(tensors)
+        if record.kind == OPTIMIZER_STATE and not record.before and record.death is None
+    }
+    if not made:
+        return None
+    later: list[KernelRecord] = []
+    position = []  # among these, of each kernel
+    for index, kernel in enumerate(kernels):
+        position.append(len(later))
+        born = [tensor for tensor in kernel.outputs if tensor in made and tensors[tensor].birth == index]
+        if kernel.phase != OPTIMIZER or not born or len(born) < len(kernel.outputs):
+            later.append(kernel)
+        elif kernel.name == "clone":
+            multiplied = replace(kernel, name="mul_", inputs=kernel.outputs, variants=())
+            added = replace(multiplied, name="add_", inputs=(*kernel.outputs, *kernel.inputs))
+            later += [multiplied, added]
+    position.append(len(later))
+    numbers = _by_first_touch(later, tensors)
+    number = {index: new for new, index in enumerate(numbers)}
+    return Records(
+        [
+            replace(
+                kernel,
+                inputs=tuple(number[index] for index in kernel.inputs),
+                outputs=tuple(number[index] for index in kernel.outputs),
+            )
+            for kernel in later
+        ],
+        [
+            replace(
+                record,
+                before=record.before or index in made,
+                birth=position[record.birth],
+                death=None if record.death is None else position[record.death],
+                producer=-1 if record.producer < 0 else position[record.producer],
+            )
+            for index, record in ((index, tensors[index]) for index in numbers)
+        ],
+        numbers,
+    )
+
+
+def _by_first_touch(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRecord]) -> list[int]:
+    touched = (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
+    return list(dict.fromkeys([*touched, *range(len(tensors))]))
 
 
 def _kind(record: TensorRecord) -> int:

@@ -247,6 +247,15 @@ class Clock(OperatorMode):
             self.rests = False
             self._recorder.end_step()
 
+    def renumber(self, numbers: Sequence[int]) -> None:
+        """The next step touches what lasts in another order: first the tensor that was ``numbers[0]``."""
+        with self._interrupts, self._lock:
+            before, self._carried = self._carried, {}
+            for new, old in enumerate(numbers):
+                if (managed := before.get(old)) is not None:
+                    managed.index = new
+                    self._carried[new] = managed
+
     def know(self, tensors: list[torch.Tensor], kind: int) -> None:
         """The tensors are weights, gradients, or the optimizer's."""
         with self._interrupts, self._lock:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.capture.compiler import regions_divided
 from penstock.capture.phases import GRADIENT, OPTIMIZER_STATE, WEIGHT
-from penstock.capture.recorder import make_trace
+from penstock.capture.recorder import make_trace, with_state_there
 from penstock.capture.regions import compiled_regions_visible
 from penstock.checkpoint.background import take_snapshots
 from penstock.checkpoint.pieces import keep_within_budget
@@ -53,7 +53,8 @@ logger = logging.getLogger("penstock")
 class Offload(Closing):
     """PyTorch running inside a budget. Made by `offload`; a context manager.
 
-    trace      the iteration as last recorded, None before the first step
+    trace      the iteration as last recorded, None before the first step. After a first one that made the
+               optimizer's state: as the next one will be
     plan       in force, None before the first step
     hardware   the machine the plan was made for
     timeline   measured in the last recorded step that followed a plan, None before
@@ -204,13 +205,20 @@ class Offload(Closing):
             return
         notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
         recording.take_times()
+        foreseen = None
+        if not self._kinds.schedules(kind):
+            foreseen = with_state_there(recording.kernels, recording.tensors)
+        if foreseen is not None:
+            recording.kernels, recording.tensors, numbers = foreseen
+            self._clock.renumber(numbers)
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
         if self._kinds.planning.keep_weights:
             trace = trace.with_weights_kept()
         if planned is not None and not planned.has_grown(int(trace.tensor_bytes.sum())):
             engine = self._engine
             self.timeline = measured_timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
-        if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s):
+        foresees = foreseen is not None
+        if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s, foresees):
             self._spill.save_tables()  # others can use what the first steps taught
         budget_bytes = self._engine.budget_bytes
         # What cannot leave, and kernels ask for at once, or what is to stay. To the trace, what could not

@@ -69,7 +69,7 @@ class StepKind:
     searched         a better plan was looked for, with more time
     keeps_plan       it was planned again, and the plan before is as good
     joint            where the plan is that of several ranks
-    makes_state      of the optimizer: it is not seen again, and its plan serves the next step up to there
+    foreseen         it was derived from a step that made the optimizer's state, and none has run it so far
     """
 
     trace: Trace
@@ -87,7 +87,7 @@ class StepKind:
     searched: bool = False
     keeps_plan: bool = False
     joint: JointStep | None = None
-    makes_state: bool = False
+    foreseen: bool = False
 
     def has_grown(self, tensor_bytes: int) -> bool:
         """Whether a step whose tensors take so much is too large for the trace."""

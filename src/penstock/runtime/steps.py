@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.capture.phases import OPTIMIZER_STATE
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
@@ -151,12 +150,14 @@ class StepKinds:
         trace: Trace,
         moved: Sequence[Moved],
         step_s: float,
+        foresees: bool = False,
     ) -> bool:
         """Plan for a step that was recorded. Whether its kind's first steps are over.
 
-        kind    as `followed` said
-        trace   of the recording
-        moved   in this step
+        kind       as `followed` said
+        trace      of the recording
+        moved      in this step
+        foresees   the trace is the next step's, derived from this one: see `with_state_there`
         """
         hardware = self.hardware if kind is None else kind.hardware
         if self._measures:
@@ -168,16 +169,16 @@ class StepKinds:
         if kind is None:
             if len(known) < MOST_KINDS:
                 self._wanted.discard(name)
-                if makes_state := not known and _makes_state(recording):
+                if foresees:
                     # State begins as zeros, and does not stay so.
                     trace = replace(trace, tensor_density=np.zeros(0))
                 made = self.planner.recorded(trace, hardware, None)
-                made.makes_state = makes_state
-                seen_once = [old for old in known if old.makes_state]
-                known[:] = [old for old in known if not old.makes_state]
+                made.foreseen = foresees
+                wrong = [old for old in known if old.foreseen]
+                known[:] = [old for old in known if not old.foreseen]
                 # The user's own plan goes first.
                 known.insert(int(bool(known) and known[0].fixed), made)
-                if self.plan is None or seen_once:
+                if self.plan is None or wrong:
                     self._follow(name, known[0])
             return False
         was_wanted = kind.recordings_left > 0
@@ -213,7 +214,3 @@ class StepKinds:
         known = self._known.get(name)
         return self._latest.get(name) or (known[0] if known else None)
 
-
-def _makes_state(recording: Recording) -> bool:
-    """Whether the optimizer's state was made in this step."""
-    return any(tensor.kind == OPTIMIZER_STATE and not tensor.before for tensor in recording.tensors)
