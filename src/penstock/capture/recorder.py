@@ -179,6 +179,7 @@ def with_state_there(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRe
             replace(
                 record,
                 before=record.before or index in made,
+                density=None if index in made else record.density,  # it begins as zeros, and does not stay so
                 birth=position[record.birth],
                 death=None if record.death is None else position[record.death],
                 producer=-1 if record.producer < 0 else position[record.producer],

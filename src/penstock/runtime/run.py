@@ -205,10 +205,8 @@ class Offload(Closing):
             return
         notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
         recording.take_times()
-        foreseen = None
-        if not self._kinds.schedules(kind):
-            foreseen = with_state_there(recording.kernels, recording.tensors)
-        if foreseen is not None:
+        foreseen = with_state_there(recording.kernels, recording.tensors)
+        if foreseen is not None and not self._kinds.schedules(kind):
             recording.kernels, recording.tensors, numbers = foreseen
             self._clock.renumber(numbers)
         trace = make_trace(recording.kernels, recording.tensors, measured=True, notes=notes)
@@ -217,8 +215,7 @@ class Offload(Closing):
         if planned is not None and not planned.has_grown(int(trace.tensor_bytes.sum())):
             engine = self._engine
             self.timeline = measured_timeline(trace, recording, engine.moved, engine.waits, begun_s, step_s)
-        foresees = foreseen is not None
-        if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s, foresees):
+        if self._kinds.record(kind, planned, recording, trace, self._engine.moved, step_s):
             self._spill.save_tables()  # others can use what the first steps taught
         budget_bytes = self._engine.budget_bytes
         # What cannot leave, and kernels ask for at once, or what is to stay. To the trace, what could not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,16 +30,17 @@ from penstock.runtime.variants import RUNNERS
 from penstock.simulator import simulate
 
 # After a recorded step planning takes no longer than this part of a step, within these limits: a plan
-# that another one replaces after the next step, half of it. For a thousand kernels half a second finds plans
-# that are within 2 % of what three seconds find, a quarter of a second within 5 %.
+# that another one replaces soon, half of it. For a thousand kernels half a second finds plans that are
+# within 2 % of what three seconds find, a quarter of a second within 5 %.
 PLANNING_STEPS = 0.3
 PLANNING_LIMITS_S = (0.5, 10.0)
 
 # In the background it takes at least so long, if it needs it: it gets a part of the processor only.
 LEAST_IN_BACKGROUND_S = 2.0
 
-# The first steps are slow: memory is touched for the first time, kernels are chosen. The plan is made
-# again after each of the next ones but the last, whose record is compared with the prediction.
+# The first steps are slow: memory is touched for the first time, kernels are chosen. So many more are
+# recorded. The plan is made again before the last one, whose record is compared with the prediction: any
+# earlier it would serve a single step, and save less of that than planning takes.
 RECORDINGS = 3
 
 # So many steps of a kind follow a plan at least before the next one is made, twice as many each time: a
@@ -69,7 +71,6 @@ class StepKind:
     searched         a better plan was looked for, with more time
     keeps_plan       it was planned again, and the plan before is as good
     joint            where the plan is that of several ranks
-    foreseen         it was derived from a step that made the optimizer's state, and none has run it so far
     """
 
     trace: Trace
@@ -87,7 +88,6 @@ class StepKind:
     searched: bool = False
     keeps_plan: bool = False
     joint: JointStep | None = None
-    foreseen: bool = False
 
     def has_grown(self, tensor_bytes: int) -> bool:
         """Whether a step whose tensors take so much is too large for the trace."""
@@ -143,11 +143,18 @@ class StepPlanner:
         return replace(kind, plan=plan, recordings_left=RECORDINGS, fixed=True)
 
     def recorded(self, trace: Trace, hardware: Hardware, before: StepKind | None) -> StepKind:
-        """A kind of step with a plan for what was just recorded."""
+        """A kind of step with a plan for what was just recorded.
+
+        before   what the step has followed; its plan stays for now where it fits, and more is to be recorded
+        """
         self.minimum_bytes = max(self.minimum_bytes, self._device.least_budget(trace))
         trace = fastest(None if before is None else before.trace, trace)
         left = RECORDINGS if before is None else before.recordings_left
         try:
+            if before is not None and before.plan is not None and left > 1:
+                with contextlib.suppress(InvalidPlan):
+                    kept = self._checked(trace, before.plan, before.hardware)
+                    return replace(kept, recordings_left=left, joint=before.joint)
             limit_s = planning_s(trace) / (1 if left <= 1 else 2)
             kind = self._made_together(trace, hardware, limit_s)
             kind.recordings_left = left

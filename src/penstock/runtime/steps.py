@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Plan
@@ -150,14 +147,12 @@ class StepKinds:
         trace: Trace,
         moved: Sequence[Moved],
         step_s: float,
-        foresees: bool = False,
     ) -> bool:
         """Plan for a step that was recorded. Whether its kind's first steps are over.
 
-        kind       as `followed` said
-        trace      of the recording
-        moved      in this step
-        foresees   the trace is the next step's, derived from this one: see `with_state_there`
+        kind    as `followed` said
+        trace   of the recording, or the next step's where this one made the optimizer's state
+        moved   in this step
         """
         hardware = self.hardware if kind is None else kind.hardware
         if self._measures:
@@ -169,16 +164,10 @@ class StepKinds:
         if kind is None:
             if len(known) < MOST_KINDS:
                 self._wanted.discard(name)
-                if foresees:
-                    # State begins as zeros, and does not stay so.
-                    trace = replace(trace, tensor_density=np.zeros(0))
                 made = self.planner.recorded(trace, hardware, None)
-                made.foreseen = foresees
-                wrong = [old for old in known if old.foreseen]
-                known[:] = [old for old in known if not old.foreseen]
                 # The user's own plan goes first.
                 known.insert(int(bool(known) and known[0].fixed), made)
-                if self.plan is None or wrong:
+                if self.plan is None:
                     self._follow(name, known[0])
             return False
         was_wanted = kind.recordings_left > 0
@@ -213,4 +202,3 @@ class StepKinds:
         """What the latest step of this name has followed, or the next one will; None before the first."""
         known = self._known.get(name)
         return self._latest.get(name) or (known[0] if known else None)
-
