@@ -371,8 +371,8 @@ def offload(
     From now on until `close`, weights, gradients, optimizer state and activations leave the device when
     the budget needs it, and come back before they are used. Wrap each iteration in ``with run.step():``:
     the first runs without a plan, and the next three by one; all of these are recorded, and slower than
-    those that follow. The model, and how the loop is written, do not change. Models larger than the budget are
-    built inside::
+    those that follow. The model, and how the loop is written, do not change. Models larger than the
+    budget are built inside::
 
         with penstock.offload(device_budget="8GiB", spill_dir="/mnt/nvme") as run:
             model = build()
