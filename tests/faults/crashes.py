@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock import Hardware, checkpoint, samples
+from penstock.errors import SampleError
 from penstock.options import IoOptions
+from penstock.samples.remote.local import local_store
+from penstock.samples.remote.store import read_bytes, read_store
+from penstock.samples.remote.upload import upload_to
+from penstock.storage.nvme import lease
 from tests.faults import activities
 from tests.faults.activities import OTHERS, SAMPLES, state_of
 from tests.faults.filesystem import MARK, Event
+from tests.support.devices import MemoryDevice
+from tests.support.nvme_target.process import NQN, Namespace, Subsystem, Target
 from tests.support.runs import HARDWARE
 from tests.support.states import same
+from tests.support.stores import write_store
 
 SECTOR_BYTES = 512
 ROOT = 1
@@ -246,6 +254,60 @@ def _pack(before: list[tuple[str, bytes]] | None) -> Scenario:
     return Scenario(prepare, act, problems)
 
 
+def _namespace() -> Scenario:
+    """A store that is uploaded to a remote drive, then another one in its place: the drive is a file."""
+    size_bytes = 12 << 20
+    before = {
+        "": {"", "store"},
+        "uploaded": {"store"},
+        "replacing": {"", "store", "other"},
+        "replaced": {"other"},
+    }
+
+    def prepare(folder: Path) -> None:
+        for name, content in (("store", SAMPLES), ("other", OTHERS)):
+            write_store(folder / name, content)
+        with (folder / "namespace").open("wb") as file:
+            file.truncate(size_bytes)
+
+    def act(folder: Path, mark: Mark) -> None:
+        namespace = Namespace(1, size_bytes, file=folder / "namespace")
+        with Target([Subsystem(NQN.format(0), [namespace])]) as target:
+            url = f"nvme+tcp://{target.address}:{target.port}/{NQN.format(0)}?ns=1"
+            samples.upload(folder / "store", url)
+            mark("uploaded")
+            mark("replacing")
+            samples.upload(folder / "other", url, overwrite=True)
+            mark("replaced")
+
+    def found(device: MemoryDevice, folder: Path) -> str:
+        """The name of the store that is there; empty: none is."""
+        try:
+            _, _, partitions = read_store(device, "there")
+        except SampleError:
+            return ""
+        stored = {
+            file.name: read_bytes(device, file.offset, file.size_bytes).tobytes()
+            for files in partitions.values()
+            for file in files.values()
+        }
+        for name in ("store", "other"):
+            if stored == {each: path.read_bytes() for each, path in local_store(folder / name).paths.items()}:
+                return name
+        return "other bytes"
+
+    def problems(folder: Path, marks: list[str]) -> Iterable[str]:
+        lease._OTHERS_S = 0.0  # nobody else writes
+        device = MemoryDevice(size_bytes, content=(folder / "namespace").read_bytes())
+        if (there := found(device, folder)) not in before[marks[-1] if marks else ""]:
+            yield f"{there or 'nothing'} is there, after {marks}"
+        upload_to(device, "there", local_store(folder / "other"), overwrite=True)
+        if (there := found(device, folder)) != "other":
+            yield f"uploaded again, {there or 'nothing'} is there"
+
+    return Scenario(prepare, act, problems)
+
+
 def _cache() -> Scenario:
     def read(folder: Path) -> str:
         return activities.read_all(os.environ["PENSTOCK_FAULTS_URL"], cache_dir=folder / "cache")
@@ -299,6 +361,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "Manager, increments": _manager,
     "samples pack": lambda: _pack(None),
     "samples pack, overwrite": lambda: _pack(OTHERS),
+    "samples upload, namespace": _namespace,
     "samples cache": _cache,
     "values": _values,
 }

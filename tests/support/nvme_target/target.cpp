@@ -1334,6 +1334,8 @@ bool Connection::transfer(const u8* sqe, const u8* data, std::size_t data_bytes)
     if (fault && !misbehave(*fault, cid, handled)) return false;
     if (handled) return true;
     count(kFlushes);
+    for (const auto& [number, ns] : namespaces)  // its file says so too
+      if (number == nsid || nsid == 0xFFFFFFFF) msync(ns->memory, ns->capacity_bytes, MS_SYNC);
     complete(cid, found == namespaces.end() && nsid != 0xFFFFFFFF ? kInvalidNamespace | kDnr : kOk);
     return true;
   }
