@@ -79,8 +79,8 @@ test-compiled: setup
 test-benchmarks: setup
 	$(BIN)/pytest -n 2 -m benchmark $(call files_with,benchmark)
 
-# Every call on a file fails in every way, and power is lost at any moment, on a file system of FUSE: prints what came
-# of each. In one process, a quarter of an hour; fewer, in minutes: make test-faults FAULTS=
+# Every call on a file fails in every way, on a file system of FUSE and below libc, where those on sockets fail too,
+# and power is lost at any moment: prints what came of each. In one process, an hour; fewer: make test-faults FAULTS=
 FAULTS := all
 test-faults: setup
 	$(if $(FAULTS),PENSTOCK_FAULTS=$(FAULTS)) $(BIN)/pytest -m faults tests/faults

@@ -430,6 +430,7 @@ void Arena::reset_peak() {
   stats_.peak_resident_bytes = held_bytes();
   stats_.over_limit_bytes = stats_.over_budget_bytes = 0;
   stats_.refused_bytes = stats_.system_refused_bytes = 0;
+  stats_.write_error = 0;
 }
 
 ArenaStats Arena::stats() const {

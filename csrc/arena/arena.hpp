@@ -56,6 +56,7 @@ struct ArenaStats {
   std::uint64_t swapped_in_bytes = 0;   // read back by the arena itself
   std::uint64_t refused_bytes = 0;      // of the last allocation that the budget refused
   std::uint64_t refused_at_bytes = 0;   // the budget that it would have taken
+  int write_error = 0;                  // the errno of the last write to the swap file that failed
   std::uint64_t system_refused_bytes = 0;  // of the last allocation that fitted, but the system refused
   std::uint64_t over_budget_bytes = 0;  // by which peak_in_memory_bytes exceeded the budget
 };

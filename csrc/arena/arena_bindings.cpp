@@ -298,6 +298,7 @@ void bind_arena(nb::module_& module) {
       .def_ro("swapped_in_bytes", &ArenaStats::swapped_in_bytes)
       .def_ro("refused_bytes", &ArenaStats::refused_bytes)
       .def_ro("refused_at_bytes", &ArenaStats::refused_at_bytes)
+      .def_ro("write_error", &ArenaStats::write_error)
       .def_ro("system_refused_bytes", &ArenaStats::system_refused_bytes)
       .def_ro("over_budget_bytes", &ArenaStats::over_budget_bytes);
 

@@ -174,6 +174,7 @@ int Arena::write_unlocked(Lock& lock, Block& block, const char* data, const Copy
     }
   }
   --writes_;
+  if (error != 0) stats_.write_error = error;
   if (may_land_s > 0) swap_.quarantine(segment.file_offset, segment.size_bytes, may_land_s);
   return error;
 }

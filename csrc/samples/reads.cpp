@@ -72,11 +72,12 @@ void ReadQueue::submit(const Catalog& catalog, bool direct, std::vector<Read> re
     remove();
     throw;
   }
+  const int broken = begun ? 0 : state_->transfers.broken();
   for (auto& read : held) {
     if (begun) {
       read.release();
     } else {
-      end(*state_, read.release(), ECANCELED, false);
+      end(*state_, read.release(), broken != 0 ? broken : ECANCELED, false);
     }
   }
 }

@@ -18,18 +18,23 @@ import penstock
 import penstock.runtime.run  # now, and not in each child
 from penstock import Hardware, checkpoint, samples
 from penstock.checkpoint import failures, pieces
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, SampleError
 from penstock.options import IoOptions
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.samples.writing import Background
+from penstock.storage.nvme import lease
+from penstock.storage.objects import Bucket
 from penstock.storage.spill import SpillSpace
 from tests.support.packing import Listed, pack_often
 from tests.support.runs import HARDWARE, PAGED
 from tests.support.sample_stores import some_samples
 from tests.support.states import numbers, same
+from tests.support.stores import write_store
 
 torch.set_num_threads(1)  # a forked child has none of its parent's
+lease._landing_s = lambda there, takeover: 0.0  # what a process had sent that was killed has landed
 LIMIT_S = 1.0  # in place of a minute and more: when a wait ends
+REMOTE_S = 4.0  # and one for a server
 OLD = {"weights": numbers(40_000), "momentum": numbers(30_000, torch.float64), "step": 1}
 NEW = {"weights": numbers(40_000, seed=1), "momentum": OLD["momentum"], "step": 2}
 SAMPLES = some_samples(40)
@@ -45,6 +50,7 @@ class Activity(NamedTuple):
     names     of all that may be in the folder afterwards
     begun     of what may be there too after a failure, from which it goes on
     touches   memory whose bytes are on the disk: where they are lost for good, the process ends
+    remote    makes what is at `url` before, which is another one each time
     """
 
     prepare: Callable[[Path], None]
@@ -53,6 +59,7 @@ class Activity(NamedTuple):
     names: frozenset[str]
     begun: frozenset[str] = frozenset()
     touches: bool = False
+    remote: Callable[[Path], None] | None = None
 
 
 def move_small_pieces() -> None:
@@ -64,6 +71,7 @@ def move_small_pieces() -> None:
 def end_waits_soon() -> None:
     """Waits that would last minutes end after `LIMIT_S`."""
     failures.TIMEOUT_S = pieces.TIMEOUT_S = LIMIT_S
+    Bucket.__init__.__defaults__ = (REMOTE_S,)
     for function in (CopyEngine.__init__, SpillSpace.__init__, Background.__init__):
         defaults = function.__defaults__ or ()
         function.__defaults__ = tuple(
@@ -94,13 +102,16 @@ def _none(folder: Path, went_well: bool) -> Iterable[str]:
     return ()
 
 
-def _training(io: str) -> Activity:
-    """Steps of a model whose weights, gradients and optimizer state are four times the budget."""
+def _training(io: str | None) -> Activity:
+    """Steps of a model whose weights, gradients and optimizer state are four times the budget; on a drive of
+    another machine where there is no `io`."""
 
     def act(folder: Path) -> str:
         torch.manual_seed(0)
-        options = {"hardware": HARDWARE, "planning": PAGED, "io": IoOptions(paths=[io])}
-        with penstock.offload(device_budget="1536KiB", spill_dir=folder, **options) as run:
+        options: dict[str, Any] = {"hardware": HARDWARE, "planning": PAGED, "spill_dir": drive()}
+        if io is not None:
+            options |= {"io": IoOptions(paths=[io]), "spill_dir": folder}
+        with penstock.offload(device_budget="1536KiB", **options) as run:
             model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
             optimizer = torch.optim.AdamW(model.parameters())
             for number in range(3):
@@ -167,9 +178,9 @@ def _begin_run(folder: Path) -> None:
 
 
 def _go_on(folder: Path) -> str:
+    step = 1 + max(int(name[5:15]) for name in os.listdir(folder / "run") if name.startswith("step-"))
     with checkpoint.Manager(folder / "run", keep_last=2) as manager:
-        handle = manager.save(state_of(manager.steps()[-1] + 1), manager.steps()[-1] + 1)
-        handle.wait()
+        manager.save(state_of(step), step).wait()
     return ""
 
 
@@ -202,8 +213,12 @@ def packing(content: list[tuple[str, bytes]], **options: Any) -> Callable[[Path]
 
 
 def holds(folder: Path, content: list[tuple[str, bytes]]) -> bool:
-    with samples.mount(folder / "store") as store:
-        return [(name, bytes(store.read(name))) for name in store.names()] == content
+    return content_of(folder / "store") == content
+
+
+def content_of(place: Path | str) -> list[tuple[str, bytes]]:
+    with samples.mount(place, timeout_s=REMOTE_S) as store:
+        return [(name, bytes(store.read(name))) for name in store.names()]
 
 
 def _packed(folder: Path, went_well: bool) -> Iterable[str]:
@@ -245,6 +260,78 @@ def _unpacked(folder: Path, went_well: bool) -> Iterable[str]:
     for name, data in SAMPLES if went_well else ():
         if (folder / "files" / name).read_bytes() != data:
             yield f"{name} has other bytes"
+
+
+# Drives of other machines.
+
+
+def drive() -> str:
+    """The URL of a namespace, which is nobody else's."""
+    return os.environ.get("PENSTOCK_FAULTS_DRIVE", "")
+
+
+def _with_both_stores(folder: Path) -> None:
+    for name, content in (("store", SAMPLES), ("other", OTHERS)):
+        write_store(folder / name, content)
+
+
+def _put_other(folder: Path) -> None:
+    samples.upload(folder / "other", drive(), overwrite=True)
+
+
+def _replace_on_drive(folder: Path) -> str:
+    samples.upload(folder / "store", drive(), overwrite=True, timeout_s=REMOTE_S)
+    return ""
+
+
+def _replaced_on_drive(folder: Path, went_well: bool) -> Iterable[str]:
+    try:
+        there = content_of(drive())
+    except SampleError as error:
+        if went_well:
+            yield f"there is no store: {error}"
+        return
+    if there != SAMPLES and (went_well or there != OTHERS):
+        yield "the store on the drive has other samples"
+
+
+# Object stores.
+
+
+def url() -> str:
+    """Below which all lies that an activity has in the object store."""
+    return os.environ.get("PENSTOCK_FAULTS_OBJECTS", "") + os.environ.get("PENSTOCK_FAULTS_RUN", "")
+
+
+def _upload(folder: Path) -> str:
+    samples.upload(folder / "store", url(), timeout_s=REMOTE_S)
+    return ""
+
+
+def _uploaded(folder: Path, went_well: bool) -> Iterable[str]:
+    try:
+        if read_all(url(), timeout_s=REMOTE_S) != read_all(folder / "store"):
+            yield "the store at the URL has other samples"
+    except SampleError as error:
+        if went_well:
+            yield f"there is no store: {error}"
+
+
+def _save_old_there(folder: Path) -> None:
+    checkpoint.save(OLD, f"{url()}/state")
+
+
+def _save_there(folder: Path) -> str:
+    checkpoint.save(NEW, f"{url()}/state")
+    return ""
+
+
+def _old_or_new_there(folder: Path, went_well: bool) -> Iterable[str]:
+    found = checkpoint.load(f"{url()}/state")
+    if not same(found, NEW) and (went_well or not same(found, OLD)):
+        yield "the object is not the new state" + " nor the old one" * (not went_well)
+    if (names := set(Bucket(url()).listed())) != {"state"}:
+        yield f"{names} was left"
 
 
 # Small files.
@@ -294,5 +381,29 @@ ACTIVITIES = {
     ),
     "samples cache": Activity(_nothing, _read_cached, _none, frozenset({"cache"})),
     "samples unpack": Activity(_with_store, _unpack, _unpacked, frozenset({"store", "files"})),
+    "drive, training": _training(None),
+    "drive, upload": Activity(
+        _with_both_stores,
+        _replace_on_drive,
+        _replaced_on_drive,
+        frozenset({"store", "other"}),
+        remote=_put_other,
+    ),
+    "objects, upload": Activity(_with_store, _upload, _uploaded, frozenset({"store"}), remote=_nothing),
+    "objects, read": Activity(
+        _with_store,
+        lambda folder: read_all(url(), timeout_s=REMOTE_S),
+        _none,
+        frozenset({"store"}),
+        remote=lambda folder: _upload(folder) and None,
+    ),
+    "objects, save": Activity(_nothing, _save_there, _old_or_new_there, frozenset(), remote=_save_old_there),
+    "objects, load": Activity(
+        _nothing,
+        lambda folder: digest(checkpoint.load(f"{url()}/state")),
+        _none,
+        frozenset(),
+        remote=_save_old_there,
+    ),
     "values": Activity(_save_value_first, _save_value, _value_is_there, frozenset({"hardware.json"})),
 }  # fmt: skip

@@ -15,11 +15,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FULL = bool(os.environ.get("PENSTOCK_FAULTS"))
-_COLUMNS = ("calls", "EIO", "dead", "ENOSPC", "EINTR", "short", "slow", "never")
+FILES, SYSTEM = "Calls on files", "System calls on files and sockets"
+_COLUMNS = {
+    FILES: ("EIO", "dead", "ENOSPC", "EINTR", "short", "slow", "never"),
+    SYSTEM: (
+        "EIO",
+        "ENOSPC",
+        "EINTR",
+        "short",
+        "slow",
+        "never",
+        "lost",
+        "reset",
+        "refused",
+        "EPIPE",
+        "timeout",
+    ),
+}
 # What a call may end in.
 _LETTERS = {"went on": "+", "timed out": "t", "SIGSEGV": "s"}
 
-_table: dict[tuple[str, str], dict[str, Any]] = {}
+_tables: dict[str, dict[tuple[str, str], dict[str, Any]]] = defaultdict(dict)
 _images: list[dict[str, Any]] = []
 
 
@@ -63,12 +79,13 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     made.close()
 
 
-def note_calls(activity: str, answers: list[dict[str, Any]]) -> None:
-    """For the table: what came of each call that failed."""
+def note_calls(activity: str, answers: list[dict[str, Any]], what: str) -> None:
+    """For the table of `what`: what came of each call that failed."""
     for operation, calls in answers[0]["counts"].items():
-        _table[activity, operation] = {"calls": calls, **{name: Counter() for name in _COLUMNS[1:]}}
+        _tables[what][activity, operation] = {"calls": calls, **{name: Counter() for name in _COLUMNS[what]}}
     for answer in answers[1:]:
-        _table[activity, answer["operation"]][answer["fault"]][_LETTERS.get(answer["kind"], "E")] += 1
+        row = _tables[what][activity, answer["operation"]]
+        row[answer["fault"]][_LETTERS.get(answer["kind"], "E")] += 1
 
 
 def note_images(answer: dict[str, Any]) -> None:
@@ -77,19 +94,19 @@ def note_images(answer: dict[str, Any]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     write = terminalreporter.write_line
-    if _table:
+    for what, table in _tables.items():
         write("")
-        write("Calls on files, and what came of those that failed: + the same bits; E one error;")
+        write(f"{what}, and what came of those that failed: + the same bits; E one error;")
         write("t an error when the limit was over, before the answer came; s the process ended and said why,")
         write("since what it touched is lost. So many of each; . not tried.")
-        write(f"{'activity':<26}{'operation':<14}" + "".join(f"{name:>8}" for name in _COLUMNS))
+        columns = _COLUMNS[what]
+        write(f"{'activity':<26}{'operation':<17}" + "".join(f"{name:>8}" for name in ("calls", *columns)))
         totals: dict[str, Counter[str]] = defaultdict(Counter)
-        for (activity, operation), row in _table.items():
-            cells = [f"{row['calls']}"]
-            for name in _COLUMNS[1:]:
+        for (activity, operation), row in table.items():
+            for name in columns:
                 totals[name] += row[name]
-                cells.append(_shown(row[name]))
-            write(f"{activity:<26}{operation:<14}" + "".join(f"{cell:>8}" for cell in cells))
+            cells = [f"{row['calls']}", *(_shown(row[name]) for name in columns)]
+            write(f"{activity:<26}{operation:<17}" + "".join(f"{cell:>8}" for cell in cells))
         tried = sum(sum(total.values()) for total in totals.values())
         write(f"{tried} faults: " + "; ".join(f"{name} {_shown(total)}" for name, total in totals.items()))
     if _images:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -181,8 +182,9 @@ class Folder:
     def release(self, *, in_child: bool = False) -> None:
         lock, self._lock = self._lock, -1
         if lock >= 0:
-            if not in_child:  # of fork: its parent's lock is the same one
-                fcntl.flock(lock, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # closing it lets go as well, where no child has it open
+                if not in_child:  # of fork: its parent's lock is the same one
+                    fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
 

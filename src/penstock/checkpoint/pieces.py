@@ -20,7 +20,7 @@ from penstock.storage.choice import path_of_size
 from penstock.storage.costs import Kind, fastest_path
 from penstock.storage.files import OpenFile
 from penstock.storage.paths import IoPath, shared_path
-from penstock.storage.transfer import Transfer
+from penstock.storage.transfer import Transfer, TransportBroken
 
 PIECE_BYTES = 4 << 20
 DEPTH = 8
@@ -167,6 +167,8 @@ def run_transfers(
             both = partial(incomplete.add, transfer), partial(transport.submit, [transfer])
             try:
                 any(map(partial.__call__, both))
+            except TransportBroken as error:  # as those were told that were under way
+                transfer.end(error.errno)
             except ValueError:  # it was not submitted
                 incomplete.discard(transfer)
                 raise

@@ -256,12 +256,13 @@ class Folder(Place):
         path = self.path / name
         try:
             descriptor = open_regular(path)
+            found_bytes = os.fstat(descriptor.fileno()).st_size
         except FileNotFoundError as error:
             raise InvalidFile(f"{path} is missing, which {MANIFEST} names. {AGAIN}") from error
         except OSError as error:
             raise cannot_open(path, error) from error
         if wanted_bytes is not None:
-            check_size(str(path), os.fstat(descriptor.fileno()).st_size, wanted_bytes, AGAIN)
+            check_size(str(path), found_bytes, wanted_bytes, AGAIN)
         return descriptor
 
 

@@ -41,9 +41,10 @@ class TransportUnavailable(Exception):
 
 
 class TransportBroken(ValueError):
-    """The transport is broken: its text says why, and what to do."""
+    """The transport is broken, by an errno: its text says why, and what to do."""
 
     def __init__(self, error_number: int) -> None:
+        self.errno = error_number
         remedy = "Give the process more memory"
         if error_number == errno.EBADF:
             culprit = "Something closed descriptors of penstock's, as os.closerange does"

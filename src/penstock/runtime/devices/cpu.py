@@ -13,6 +13,7 @@ import errno
 import functools
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,14 @@ import torch
 
 from penstock import _native
 from penstock._native import PREFETCH
-from penstock.errors import BudgetTooSmall, DeviceUnavailable, PenstockError, SpillError, SpillSpaceFull
+from penstock.errors import (
+    BudgetTooSmall,
+    DeviceUnavailable,
+    PenstockError,
+    SpillError,
+    SpillSpaceFull,
+    with_errno,
+)
 from penstock.runtime import arena
 from penstock.runtime.devices import Device, Done, Moved, Room
 from penstock.runtime.devices.meters import ArenaMeter
@@ -97,12 +105,17 @@ class ArenaRoom(Room):
         refused_bytes = stats.refused_bytes
         if refused_bytes:
             device.engine.raise_error()  # nothing could leave since a copy failed
-            if device.spill.free_bytes < refused_bytes:
-                raise SpillSpaceFull(
-                    f"{device.place_text} is full, and nothing can leave memory: a kernel asked for "
-                    f"{format_bytes_up(refused_bytes)} more. Free space there, choose another spill_dir, or "
-                    "raise a disk_budget."
-                ) from None  # torch's own says less
+            error_number = stats.write_error
+            full = error_number in (errno.ENOSPC, errno.EDQUOT) or device.spill.free_bytes < refused_bytes
+            if full or error_number:
+                why = f" ({os.strerror(error_number)})" if error_number else ""
+                remedy = "Free space there, raise a disk_budget" if full else "Check the disk (dmesg, smartctl)"
+                failure = (SpillSpaceFull if full else SpillError)(
+                    f"{device.place_text} {'is full' if full else 'cannot be written'}{why}, and nothing can "
+                    f"leave memory: a kernel asked for {format_bytes_up(refused_bytes)} more. {remedy}, or "
+                    "choose another spill_dir."
+                )
+                raise with_errno(failure, error_number or None) from None  # torch's own says less
             needed_bytes = max(needed_bytes, stats.refused_at_bytes + device.memory.beside_bytes)
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "

@@ -177,7 +177,11 @@ class DiskCache:
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether it is worth to fetch more than is wanted now, to keep it."""
-        return not self._is_full and self._used() + size_bytes <= self.limit_bytes
+        try:
+            return not self._is_full and self._used() + size_bytes <= self.limit_bytes
+        except OSError as error:
+            self.stop_growing(error)
+            return False
 
     def give_back_ahead(self) -> None:
         """What the threads of this process have counted and not used: none of them goes on."""
@@ -246,8 +250,10 @@ class DiskCache:
 
 def _unlock(descriptor: int) -> None:
     """And close it: that alone keeps the lock where a process that was forked meanwhile has it too."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def _files(folder: Path) -> list[Path]:
