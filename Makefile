@@ -80,7 +80,7 @@ test-benchmarks: setup
 	$(BIN)/pytest -n 2 -m benchmark $(call files_with,benchmark)
 
 # Every call on a file fails in every way, on a file system of FUSE and below libc, where those on sockets fail too,
-# and power is lost at any moment: prints what came of each. In one process, an hour; fewer: make test-faults FAULTS=
+# and power is lost at any moment: prints what came of each. In one process, tens of minutes; fewer: make test-faults FAULTS=
 FAULTS := all
 test-faults: setup
 	$(if $(FAULTS),PENSTOCK_FAULTS=$(FAULTS)) $(BIN)/pytest -m faults tests/faults

@@ -192,18 +192,22 @@ def shared_path(name: str | None = None) -> IoPath:
     """An I/O path for what is not spilled, one for the process: the preferred one of this machine that is
     direct, or the one of this name. Never closed. Raises InvalidArgument where it cannot be used."""
     wanted = "direct" if name is None else name.partition(" ")[2]
+    reasons = []
     for transport_name, make in TRANSPORTS.items():
         if name not in (None, f"{transport_name} {wanted}"):
             continue
         try:
             transport = make()
         except TransportUnavailable as reason:
-            _log_unused(transport_name, str(reason))
+            reasons.append(f"{transport_name}: {reason}")
+            if name is None:
+                _log_unused(transport_name, str(reason))
             continue
         if wanted in transport.methods:
             return IoPath(f"{transport_name} {wanted}", wanted, MEDIA[wanted], transport)
         transport.close()
-    raise InvalidArgument(f"{name or 'no I/O path'} cannot be used here to move files: see Offload.io_paths")
+    why = "; ".join(reasons) or "see Offload.io_paths"
+    raise InvalidArgument(f"{name or 'no I/O path'} cannot be used here to move files: {why}")
 
 
 os.register_at_fork(after_in_child=shared_path.cache_clear)  # its threads stay with the parent
