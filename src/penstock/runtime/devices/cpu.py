@@ -109,7 +109,7 @@ class ArenaRoom(Room):
             full = error_number in (errno.ENOSPC, errno.EDQUOT) or device.spill.free_bytes < refused_bytes
             if full or error_number:
                 why = f" ({os.strerror(error_number)})" if error_number else ""
-                remedy = "Free space there, raise a disk_budget" if full else "Check the disk (dmesg, smartctl)"
+                remedy = "Free space there, raise disk_budget" if full else "Check the disk (dmesg, smartctl)"
                 failure = (SpillSpaceFull if full else SpillError)(
                     f"{device.place_text} {'is full' if full else 'cannot be written'}{why}, and nothing can "
                     f"leave memory: a kernel asked for {format_bytes_up(refused_bytes)} more. {remedy}, or "
