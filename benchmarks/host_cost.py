@@ -40,12 +40,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import penstock
 from penstock.capture import slices
 from penstock.capture.recorder import make_trace
-from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.driver import Memory
+from penstock.runtime.offload_mode import OffloadMode
 from penstock.runtime.recording import Recording
-from penstock.runtime.schedule import Action, Evict, Prefetch, Release, unplanned
+from penstock.runtime.schedule import Action, EvictAction, PrefetchAction, ReleaseAction, unplanned
 from penstock.runtime.storage_methods import resize
 from penstock.storage.spill import SpillSpace
 
@@ -156,7 +156,7 @@ class IdleDriver:
     def synchronize(self) -> None:
         pass
 
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+    def profiler_range(self, text: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -166,12 +166,12 @@ class EmptyMode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def clock_of(directory: Path) -> Iterator[Clock]:
+def clock_of(directory: Path) -> Iterator[OffloadMode]:
     with contextlib.closing(SpillSpace([directory])) as spill:
         device = AcceleratorDevice(spill, IdleDriver(), BUDGET_BYTES, 16 << 20, chunk_bytes=1 << 20, chunks=2)
         engine = CopyEngine(device, BUDGET_BYTES)
         device.engine = engine
-        clock = Clock(device, engine, smallest_bytes=1)
+        clock = OffloadMode(device, engine, smallest_bytes=1)
         clock.start()
         try:
             yield clock
@@ -221,7 +221,11 @@ def copies(rounds: int) -> str:
         before: list[list[Action]] = [[] for _ in range(KERNELS)]
         for kernel in range(1, KERNELS):
             last, next_one = (int(trace.outputs[at % KERNELS][0]) for at in (kernel - 1, kernel + AHEAD))
-            before[kernel] += [Evict(last, "host"), Release(last), Prefetch(next_one, keeps_copy=False)]
+            before[kernel] += [
+                EvictAction(last, "host"),
+                ReleaseAction(last),
+                PrefetchAction(next_one, keeps_copy=False),
+            ]
         begins_s = tuple(kernel * COPY_S for kernel in range(KERNELS))
         planned = replace(unplanned(trace, before), begins_s=begins_s)
         engine = clock._engine

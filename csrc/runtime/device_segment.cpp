@@ -29,23 +29,23 @@ std::int64_t rounded(std::int64_t size_bytes) {
 }
 
 bool is_leaving(const ManagedStorage& managed) {
-  return managed.state == kLeaving && managed.freeing_bytes > 0 && !managed.is_void;
+  return managed.state == kLeaving && managed.freeing_bytes > 0 && !managed.copy_invalid;
 }
 
 // What leaves does not: its copy, and those behind it, would wait for what is done to its memory now.
 bool moves(const ManagedStorage& managed) {
-  return managed.state == kComing ? managed.waits : managed.state == kResident;
+  return managed.state == kComing ? managed.copy_pending : managed.state == kResident;
 }
 
 // It need not stay on the device, if it cannot move.
 bool may_go(const ManagedStorage& managed, Leaves leaves) {
   if (managed.state == kComing || leaves == Leaves::kNone) return false;
-  if (managed.state == kResident && !managed.hold.is_none()) return false;  // its packed bytes are being written
+  if (managed.state == kResident && !managed.kept_alive.is_none()) return false;  // its packed bytes are being written
   return leaves == Leaves::kAny || is_leaving(managed);
 }
 
 double cost(const ManagedStorage* managed, Leaves leaves) {
-  if (managed == nullptr || !managed->movable || managed->stays || managed->pins > 0) return kNever;
+  if (managed == nullptr || !managed->movable || managed->fixed_in_segment || managed->pins > 0) return kNever;
   if (moves(*managed)) return kMoveCost;
   if (managed->state != kLeaving || !may_go(*managed, leaves)) return kNever;
   return is_leaving(*managed) ? kLeavingCost : kLeaveCost;
@@ -60,7 +60,7 @@ DeviceSegment::DeviceSegment(std::uintptr_t address, std::int64_t size_bytes)
 
 void DeviceSegment::let_go() noexcept {
   for (auto& [_, block] : blocks_)
-    if (block.managed != nullptr) block.managed->lies_at = 0;
+    if (block.managed != nullptr) block.managed->segment_address = 0;
 }
 
 void DeviceSegment::clear() {
@@ -84,7 +84,7 @@ DeviceSegment::Blocks::iterator DeviceSegment::remove_free(Blocks::iterator bloc
 }
 
 void DeviceSegment::vacate(Blocks::iterator block) {
-  if (block->second.managed != nullptr) block->second.managed->lies_at = 0;
+  if (block->second.managed != nullptr) block->second.managed->segment_address = 0;
   auto address = block->first;
   auto size_bytes = block->second.size_bytes;
   auto next = blocks_.erase(block);
@@ -125,7 +125,7 @@ void DeviceSegment::occupy(std::uintptr_t address, std::int64_t size_bytes, Mana
   const bool divides = rest_bytes > kUndivided;
   blocks_[address] = Block{divides ? wanted : wanted + rest_bytes, managed, false};
   if (divides) enter_free(wanted_end, rest_bytes);
-  if (managed != nullptr) managed->lies_at = address;
+  if (managed != nullptr) managed->segment_address = address;
 }
 
 void DeviceSegment::put(ManagedStorage& managed, std::uintptr_t address) {
@@ -134,7 +134,7 @@ void DeviceSegment::put(ManagedStorage& managed, std::uintptr_t address) {
 }
 
 void DeviceSegment::take(ManagedStorage& managed) {
-  if (managed.lies_at != 0) give_up(managed.lies_at);
+  if (managed.segment_address != 0) give_up(managed.segment_address);
 }
 
 void DeviceSegment::give_up(std::uintptr_t address) {
@@ -255,7 +255,7 @@ std::int64_t DeviceSegment::span_beside(std::uintptr_t address, std::int64_t siz
       end_at(address, size_bytes);
       is_before = false;
     }
-    const bool is_fixed = block.managed == nullptr || !block.managed->movable || block.managed->stays;
+    const bool is_fixed = block.managed == nullptr || !block.managed->movable || block.managed->fixed_in_segment;
     if (!block.is_free && (is_fixed || is_large(block.size_bytes))) end_at(taken, block.size_bytes);
   }
   end_at(end_, 0);

@@ -69,10 +69,10 @@ bool is_atom(PyObject* value) {
 std::int64_t DeviceMemory::in_use_bytes() const {
 #ifdef __linux__
   if (const auto* arena = installed_arena(); arena != nullptr)
-    if (in_arena) return static_cast<std::int64_t>(arena->in_memory_bytes()) + beside_bytes;
+    if (in_arena) return static_cast<std::int64_t>(arena->in_memory_bytes()) + unmanaged_bytes;
 #endif
   // What is not free there: for what is elsewhere, the segment leaves room.
-  return segment != nullptr ? budget_bytes - segment->free_bytes() : known_bytes + beside_bytes;
+  return segment != nullptr ? budget_bytes - segment->free_bytes() : managed_bytes + unmanaged_bytes;
 }
 
 // Storages, each once, in order. They are not freed while it lives.
@@ -281,7 +281,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   std::int64_t need_bytes = 0, kernel = 0;
   bool inferred = false;
   nb::object stream;  // that the kernel runs on
-  notes = false;
+  keeps_recipe = false;
 
   bool launching = false;
   const auto over = [&] {
@@ -342,7 +342,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       for (const auto* managed : written.storages)
         asks |= managed->clean || managed->guarded || managed->recipes != 0 || managed->state != kResident ||
-                managed->writing;
+                managed->writing_packed;
       const bool planned = in_step && !schedule_.is_none();
       inferred = asks_needs && (facts.reads_shapes || !planned || !has_planned_sizes(used.storages));
       if (inferred)
@@ -374,7 +374,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     }
   }
 
-  const bool noted = notes;
+  const bool noted = keeps_recipe;
   const nb::object before = noted ? clock.attr("_state_before")(facts.facts, args, kwargs) : nb::none();
   const double launched_s = now_s();
   double begun_s = launched_s;
@@ -384,7 +384,8 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
 #endif
   bool varies = false;  // it runs as another algorithm
   while (!result.is_valid()) {
-    if (watches) clock.attr("_begin_measuring")();  // again where it ran out of memory: what that took is not its own
+    // Again where it ran out of memory: what that took is not its own.
+    if (is_recording) clock.attr("_begin_measuring")();
     begun_s = now_s();
     try {
       const auto variant = planned_variant(kernel);
@@ -413,7 +414,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     }
   }
   const double ended_s = now_s();
-  if (watches) {
+  if (is_recording) {
     clock.attr("_end_measuring")();
     try {
       clock.attr("_try_variants")(facts.torch_operator, args, kwargs, result);
@@ -432,7 +433,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     Pins reused(*this);
     for (auto* managed : made.storages)
       if (std::ranges::find(spare.storages, managed) != spare.storages.end()) reused.add(managed);
-    if (!reused.storages.empty()) clock.attr("_has_written")(to_list(reused.storages));
+    if (!reused.storages.empty()) clock.attr("_invalidate_copies")(to_list(reused.storages));
     for (auto* managed : reused.storages) written.add(managed);
     for (auto* managed : made.storages) {
       if (managed->birth != kNew) continue;
@@ -455,14 +456,15 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     number(made.storages, true);
     if (!schedule_.is_none() && integer_at(known_, kernel) != static_cast<std::int64_t>(numbered_.size()))
       schedule_ = nb::none();  // its numbers mean other tensors
-    if (watches)
+    if (is_recording)
       workspace_bytes = nb::cast<std::int64_t>(clock.attr("_record")(
           facts.facts, result, to_list(used.storages), to_list(written.storages), to_list(made.storages), entered_s,
           begun_s, ended_s));
     kernels = kernel + 1;
     seen_.push_back(facts.name);
   }
-  if (inferred || (watches && asks_needs)) clock.attr("_note_need")(facts.torch_operator, taken_bytes, workspace_bytes);
+  if (inferred || (is_recording && asks_needs))
+    clock.attr("_note_need")(facts.torch_operator, taken_bytes, workspace_bytes);
   facts.need_bytes = taken_bytes + workspace_bytes;
   ++operators;
   left_s = now_s();
@@ -495,7 +497,7 @@ bool KernelClock::has_planned_sizes(const Used& used) const {
 }
 
 std::int64_t KernelClock::in_use_bytes(nb::handle clock) {
-  if (memory_.in_arena || memory_.segment != nullptr || memory_.asks_in-- > 0) return memory_.in_use_bytes();
+  if (memory_.in_arena || memory_.segment != nullptr || memory_.recount_in-- > 0) return memory_.in_use_bytes();
   return nb::cast<std::int64_t>(clock.attr("_in_memory_bytes")());
 }
 
@@ -533,7 +535,7 @@ nb::object KernelClock::storage_of(PyObject* tensor) const {
   return nb::steal(PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr));
 }
 
-void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track which, nb::handle place) {
+void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track which, nb::handle owner_stream) {
   PyObject* object = value.ptr();
   auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const auto track = [&](PyObject* storage, PyObject* tensor = nullptr) {
@@ -541,7 +543,7 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track
     auto* managed = storages_.find(storage);
     if (managed == nullptr) {
       if (which == Track::kKnown) return;
-      managed = storages_.track(storage, which == Track::kMade, place);
+      managed = storages_.track(storage, which == Track::kMade, owner_stream);
       if (which == Track::kMade)
         for (auto* part = managed; part != nullptr; part = part->next) part->birth = kNew;
     }
@@ -565,12 +567,12 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track
     return;
   } else if (PyTuple_CheckExact(object)) {
     const auto size = PyTuple_Size(object);
-    for (Py_ssize_t i = 0; i < size; ++i) collect(clock, PyTuple_GetItem(object, i), found, which, place);
+    for (Py_ssize_t i = 0; i < size; ++i) collect(clock, PyTuple_GetItem(object, i), found, which, owner_stream);
     return;
   } else if (PyList_CheckExact(object)) {
     for (Py_ssize_t i = 0; i < PyList_Size(object); ++i) {
       const nb::object item = nb::borrow(PyList_GetItem(object, i));
-      collect(clock, item, found, which, place);
+      collect(clock, item, found, which, owner_stream);
     }
     return;
   } else if (PyTuple_Check(object) == 0 && PyList_Check(object) == 0 && PyDict_Check(object) == 0 &&

@@ -1,6 +1,6 @@
 // What the clock of kernels does for every operator, as far as nothing has to move: finds the storages, numbers
 // them, keeps them where they are while the kernel runs, and reserves room. What takes more is asked of
-// penstock.runtime.clock, in Python.
+// penstock.runtime.offload_mode, in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -57,8 +57,8 @@ class KernelClock {
   bool in_step = false;
   bool views_need_bytes = false;  // torch refuses views of what is away
   bool asks_needs = false;        // what a kernel takes must be right: Python infers it where it was not planned
-  bool watches = false;           // kernels are recorded
-  bool notes = false;             // how to run the kernel that begins again
+  bool is_recording = false;      // kernels are recorded
+  bool keeps_recipe = false;      // how to run the kernel that begins again
   bool in_flight = false;         // collectives have returned, and are not done
   std::int64_t step = 0, kernels = 0, operators = 0;
   double clock_s = 0, left_s = 0;
@@ -80,7 +80,8 @@ class KernelClock {
   nb::object planned_variant(std::int64_t kernel) const;
   nb::object view(nb::handle clock, const Operator& facts, nb::handle args, nb::handle kwargs);
   enum class Track { kUsed, kMade, kKnown };  // kKnown: no storage that is met for the first time
-  void collect(nb::handle clock, nb::handle value, Pins& found, Track which = Track::kUsed, nb::handle place = {});
+  void collect(nb::handle clock, nb::handle value, Pins& found, Track which = Track::kUsed,
+               nb::handle owner_stream = {});
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
   bool is_tensor(PyObject* object) const;
   nb::object storage_of(PyObject* tensor) const;

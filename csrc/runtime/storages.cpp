@@ -50,7 +50,7 @@ void Storages::use_last(ManagedStorage& managed) {
   managed.in_use_order = true;
 }
 
-ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle place) {
+ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle owner_stream) {
   if (auto* known = find(storage)) return known;
   const auto size_bytes = nb::cast<std::int64_t>(nb::handle(storage).attr("nbytes")());
   auto* managed = add(storage, size_bytes);
@@ -64,7 +64,7 @@ ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle place) 
     if (parts.size() > 1) managed->size_bytes = static_cast<std::int64_t>(parts[1] - parts[0]);
   }
 #endif
-  const bool adopted = size_bytes >= smallest_bytes_ && adopts(*managed, storage, made, place);
+  const bool adopted = size_bytes >= smallest_bytes_ && adopts(*managed, storage, made, owner_stream);
   managed->size_bytes = size_bytes;
   if (!adopted) return managed;
   use_last(*managed);
@@ -103,7 +103,7 @@ void Storages::add_parts(ManagedStorage& whole, PyObject* storage, bool made,
       part->key = starts[i];
       part->offset_bytes = offset_bytes;
       part->kind = whole.kind;
-      part->lasts = whole.lasts;
+      part->persistent = whole.persistent;
       part->birth = whole.birth;
       if (adopts(*part, storage, made, {})) use_last(*part);
       last->next = part;
@@ -113,7 +113,7 @@ void Storages::add_parts(ManagedStorage& whole, PyObject* storage, bool made,
   }
 }
 
-bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place) {
+bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle owner_stream) {
 #ifdef __linux__
   if (first_serial_ != 0) {
     const auto address = nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")()) +
@@ -128,10 +128,10 @@ bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb:
     }
   }
 #endif
-  if (place.is_valid() && !device_.is_none() && managed.size_bytes > 0 &&
+  if (owner_stream.is_valid() && !device_.is_none() && managed.size_bytes > 0 &&
       nb::handle(storage).attr("device").equal(device_) && nb::cast<bool>(nb::handle(storage).attr("resizable")())) {
-    managed.place = nb::borrow(place);
-    memory_->known_bytes += managed.size_bytes;
+    managed.owner_stream = nb::borrow(owner_stream);
+    memory_->managed_bytes += managed.size_bytes;
     if (memory_->segment != nullptr && managed.size_bytes > DeviceSegment::kUndivided)
       memory_->segment->put(managed, nb::cast<std::uintptr_t>(nb::handle(storage).attr("data_ptr")()));
     return true;
@@ -182,11 +182,11 @@ void Storages::remove(nb::object reference) {
     managed.in_use_order = false;
   }
   clear_address(managed);
-  if (managed.lies_at != 0) memory_->segment->take(managed);
+  if (managed.segment_address != 0) memory_->segment->take(managed);
   if (reports_all || managed.reports_freed || managed.recipes != 0 || !managed.slot.is_none())
     on_freed_(owned.object);
   else if (managed.movable && !device_.is_none())
-    memory_->known_bytes -= managed.size_bytes;
+    memory_->managed_bytes -= managed.size_bytes;
 }
 
 std::vector<nb::object> Storages::all() const {

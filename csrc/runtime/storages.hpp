@@ -36,14 +36,17 @@ struct ManagedStorage {
   int kind = -1;
   std::int64_t freeing_bytes = 0;  // when its copy is complete; 0: it stays
   std::int64_t packed_bytes = 0;   // on the device while it is away; 0: none
-  bool clean = false, guarded = false, keeps_copy = true, is_void = false, queued = false;
-  bool writing = false;  // its packed bytes are being written, or wait for it
-  bool movable = false, lasts = false, gone = false;
+  bool clean = false, guarded = false, keeps_copy = true, queued = false;
+  bool copy_invalid = false;    // the copy under way: the bytes were written meanwhile
+  bool writing_packed = false;  // its packed bytes are being written, or wait for it
+  bool movable = false, persistent = false;
+  bool swapped_out = false;  // by the arena, which has the only copy
   bool reports_freed = false;  // the device is told of its death
-  bool waits = false;  // a copy to or from it has not begun, as far as is known: until then it may move
-  bool stays = false;  // where its memory is, as others use that too
-  std::uintptr_t lies_at = 0;  // in the device's segment; 0: it does not
-  nb::object slot = nb::none(), hold = nb::none(), place = nb::none();
+  bool copy_pending = false;  // a copy to or from it has not begun, as far as is known: until then it may move
+  bool fixed_in_segment = false;  // where its memory is, as others use that too
+  std::uintptr_t segment_address = 0;  // in the device's segment; 0: it does not
+  nb::object slot = nb::none(), owner_stream = nb::none();
+  nb::object kept_alive = nb::none();  // torch's storage, while it is copied
 
   PyObject* self = nullptr;  // the Python object that this is part of
   std::uint64_t mark = 0;    // of the call that has listed it last
@@ -54,10 +57,10 @@ struct ManagedStorage {
 // Bytes of the device, as kernels see them.
 struct DeviceMemory {
   std::int64_t budget_bytes = 0;
-  std::int64_t reserved_bytes = 0;  // in use when the kernel began, and what it takes
-  std::int64_t known_bytes = 0;     // in use by storages that can leave; 0 if they are in the arena
-  std::int64_t beside_bytes = 0;    // in use otherwise, less what in the arena belongs to others
-  std::int64_t asks_in = 0;         // after so many kernels Python asks the device again what beside_bytes is
+  std::int64_t reserved_bytes = 0;   // in use when the kernel began, and what it takes
+  std::int64_t managed_bytes = 0;    // in use by storages that can leave; 0 if they are in the arena
+  std::int64_t unmanaged_bytes = 0;  // in use otherwise, less what in the arena belongs to others
+  std::int64_t recount_in = 0;       // after so many kernels Python asks the device again what unmanaged_bytes is
   bool in_arena = false;
   DeviceSegment* segment = nullptr;  // that the large blocks of the device are in; null: there is none
 
@@ -71,8 +74,8 @@ class Storages {
 
   // Null where it was not met before. Of a divided one the first part, here and below.
   ManagedStorage* find(PyObject* storage) const;
-  // place: the stream of the kernel that has made it; none where it is not known, or made by none.
-  ManagedStorage* track(PyObject* storage, bool made, nb::handle place = {});
+  // owner_stream: the stream of the kernel that has made it; none where it is not known, or made by none.
+  ManagedStorage* track(PyObject* storage, bool made, nb::handle owner_stream = {});
   // Makes parts of it, where it is at rest in the arena. Others of its size are divided when they are met first: what
   // is as large as a weight is its gradient, or the optimizer's.
   void divide(ManagedStorage& whole);
@@ -126,7 +129,7 @@ class Storages {
   ManagedStorage* add(PyObject* storage, std::int64_t size_bytes);
   void add_parts(ManagedStorage& whole, PyObject* storage, bool made, const std::vector<std::uintptr_t>& starts);
   void use_last(ManagedStorage& managed);
-  bool adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle place);
+  bool adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle owner_stream);
   void enter_address(ManagedStorage& managed);
 
   nb::object adopt_, on_freed_;

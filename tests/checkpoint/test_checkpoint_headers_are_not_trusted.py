@@ -19,8 +19,8 @@ from penstock.checkpoint.header import (
     ITEM_BYTES,
     MAX_TEXT_BYTES,
     RESERVED_KEYS,
-    Entry,
     Header,
+    TensorEntry,
     decode,
     encode,
     header_bytes,
@@ -78,7 +78,7 @@ texts = st.text(max_size=20)
 
 
 @st.composite
-def entry_lists(draw: st.DrawFn) -> list[Entry]:
+def entry_lists(draw: st.DrawFn) -> list[TensorEntry]:
     keys = draw(st.lists(names, unique=True, max_size=6))
     dtypes = st.sampled_from(sorted(set(ITEM_BYTES)))
     shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -93,7 +93,7 @@ def entry_lists(draw: st.DrawFn) -> list[Entry]:
 
 @given(entry_lists(), st.none() | texts, st.dictionaries(texts, texts, max_size=3), st.integers(1, 5000))
 def test_a_header_comes_back_and_the_library_reads_it(
-    entries: list[Entry], tree: str | None, metadata: dict[str, str], alignment_bytes: int
+    entries: list[TensorEntry], tree: str | None, metadata: dict[str, str], alignment_bytes: int
 ) -> None:
     header = encode(entries, tree=tree, metadata=metadata, alignment_bytes=alignment_bytes)
     size = entries[-1].end if entries else 0
@@ -121,7 +121,7 @@ def test_the_size_is_known_before_the_checksums_are() -> None:
 
 @given(entry_lists(), st.dictionaries(texts, texts, max_size=2))
 def test_what_the_library_writes_is_read_without_checksums(
-    entries: list[Entry], metadata: dict[str, str]
+    entries: list[TensorEntry], metadata: dict[str, str]
 ) -> None:
     by_torch = {"F8_E4M3": "float8_e4m3fn", "F32": "float32", "I64": "int64", "BOOL": "bool"}
     kept = [entry for entry in entries if entry.dtype in by_torch]
@@ -151,13 +151,13 @@ def test_other_writers_may_use_another_order_and_more_space() -> None:
     text = b""" {"b" : {"data_offsets": [ 4 ,\n8],"shape":[ ], "dtype":"F32"} ,
         "a":{"shape":[1, 4],"dtype":"U8","data_offsets":[0,4]},"__metadata__":null} \t"""
     header = read(plain(text), 8)
-    assert header.entries == (Entry("a", "U8", (1, 4), 0, 4), Entry("b", "F32", (), 4, 8))
+    assert header.entries == (TensorEntry("a", "U8", (1, 4), 0, 4), TensorEntry("b", "F32", (), 4, 8))
     assert library_reads(plain(text), 8)
 
 
 def test_packed_fours_count_as_pairs() -> None:
     text = b'{"a":{"dtype":"F4","shape":[3,8],"data_offsets":[0,12]}}'
-    assert read(plain(text), 12).entries == (Entry("a", "F4", (3, 4), 0, 12),)
+    assert read(plain(text), 12).entries == (TensorEntry("a", "F4", (3, 4), 0, 12),)
     assert b'"shape":[3,8]' in encode(laid_out(("a", "F4", (3, 4))), tree=None)
 
 
@@ -316,7 +316,7 @@ def mutations(draw: st.DrawFn) -> str:
 def assert_no_more_lenient_than_the_library(text: str, more: int) -> None:
     header = plain(text.encode())
     try:
-        entries: Sequence[Entry] | None = read(header, more).entries
+        entries: Sequence[TensorEntry] | None = read(header, more).entries
     except InvalidFile:
         entries = None
     if entries is not None:

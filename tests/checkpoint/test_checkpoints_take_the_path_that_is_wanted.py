@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import IoOptions, checkpoint
 from penstock.errors import InvalidArgument, InvalidFile
-from penstock.storage.costs import Entry, Kind, Tables, add_tables, device_kind
+from penstock.storage.costs import CostEntry, Kind, Tables, add_tables, device_kind
 from penstock.storage.native import PosixTransport
 from penstock.storage.paths import TRANSPORTS, shared_path
 from penstock.storage.transfer import Transfer
@@ -86,8 +86,8 @@ def test_a_table_says_the_path_for_the_size_of_a_piece(
     assert ways(moved)["write"] == {"one staged"}
 
 
-def entry(kind: Kind, path: str, medium: str, s_per_byte: float, class_bytes: int = PIECE) -> Entry:
-    return Entry(
+def entry(kind: Kind, path: str, medium: str, s_per_byte: float, class_bytes: int = PIECE) -> CostEntry:
+    return CostEntry(
         class_bytes=class_bytes, kind=kind, path=path, medium=medium, samples=9, s_per_byte=s_per_byte
     )
 

@@ -296,12 +296,12 @@ def test_nothing_is_removed_for_one_that_cannot_be_looked_at(
 def test_the_header_of_a_checkpoint_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = list[Path]()
 
-    class Counted(listing.Source):
+    class Counted(listing.CheckpointSource):
         def __init__(self, path: Path) -> None:
             opened.append(path)
             super().__init__(path)
 
-    monkeypatch.setattr(listing, "Source", Counted)
+    monkeypatch.setattr(listing, "CheckpointSource", Counted)
     with Manager(tmp_path) as manager:
         for step in range(2):
             manager.save({"a": numbers(100_000)}, step, wait=True)
@@ -565,7 +565,7 @@ def test_steps_go_on(tmp_path: Path) -> None:
 
 def reference(file: str, path: Path, **changes: Any) -> None:
     """An increment at ``path`` with one tensor that would lie in ``file``."""
-    entry = header.Entry("a", "U8", (16,), 0, 16, crc32c(bytes(range(16))))._replace(**changes)
+    entry = header.TensorEntry("a", "U8", (16,), 0, 16, crc32c(bytes(range(16))))._replace(**changes)
     described = header.encode([], tree='{"a":{"$tensor":"a"}}', elsewhere=[header.Reference(file, entry)])
     path.write_bytes(described)
 
@@ -623,7 +623,7 @@ def test_another_tensor_is_not_taken_for_it(changes: dict[str, Any], tmp_path: P
 
 def test_sums_are_compared_where_both_files_have_them(tmp_path: Path) -> None:
     data = bytes(range(16))
-    entry = header.Entry("a", "U8", (16,), 0, 16, crc32c(data), 3)
+    entry = header.TensorEntry("a", "U8", (16,), 0, 16, crc32c(data), 3)
     (tmp_path / "data").write_bytes(header.encode([entry], tree='{"a":{"$tensor":"a"}}') + data)
     reference("data", tmp_path / "state", sum64=3)
     assert checkpoint.load(tmp_path / "state")["a"].tolist() == list(range(16))
@@ -660,7 +660,9 @@ ELSEWHERE = st.dictionaries(
 @given(described=st.text(max_size=30) | (JSON | ELSEWHERE).map(json.dumps), count=st.integers(0, 3))
 def test_descriptions_of_what_is_elsewhere_are_not_trusted(described: str, count: int) -> None:
     """Whatever a header with a right checksum says, it is an error or references to plain names."""
-    wanted = [header.Reference("x", header.Entry(str(i), "U8", (1,), 0, 1, i)) for i in range(max(count, 1))]
+    wanted = [
+        header.Reference("x", header.TensorEntry(str(i), "U8", (1,), 0, 1, i)) for i in range(max(count, 1))
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(header, "_described_elsewhere", lambda _: described)
         encoded = header.encode([], tree="{}", elsewhere=wanted)
@@ -681,10 +683,10 @@ def test_descriptions_of_what_is_elsewhere_are_not_trusted(described: str, count
 )
 def test_references_survive_the_round_trip(drawn: list[tuple[str, int, int]]) -> None:
     references = [
-        header.Reference(file, header.Entry(f"t{number}", "F32", (size,), 8, 8 + 4 * size, size, total))
+        header.Reference(file, header.TensorEntry(f"t{number}", "F32", (size,), 8, 8 + 4 * size, size, total))
         for number, (file, size, total) in enumerate(sorted(drawn))
     ]
-    own = [header.Entry("own", "U8", (3,), 0, 3, 7, 9)]
+    own = [header.TensorEntry("own", "U8", (3,), 0, 3, 7, 9)]
     encoded = header.encode(own, tree="{}", elsewhere=references)
     found = header.decode(encoded, len(encoded) + 3, "file")
     assert found.elsewhere == tuple(references) and found.entries == tuple(own)

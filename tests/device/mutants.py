@@ -5,7 +5,7 @@
 tries in many orders, with the mistake NAME, the program that it shows in. It ends with 1, and says how, where
 one goes wrong.
 
-Not here is what no bits depend on: what measures time; what keeps the host near the device (`stay_near`);
+Not here is what no bits depend on: what measures time; what keeps the host near the device (`limit_lead`);
 what has memory in one piece (`Compaction._hold` and `_clearing`); pins by which nothing leaves that would
 have to come back at once, so that the engine, the clock and `take_over` get on. Nor the arena's, which
 tests/model takes out.
@@ -123,13 +123,13 @@ MUTANTS = [
     Mutant(
         "a copy lands in memory that is still used",
         ACCELERATOR,
-        "        ready = [self._events.record(managed.place)]\n",
+        "        ready = [self._events.record(managed.owner_stream)]\n",
         "        ready: list[Any] = []\n",
     ),
     Mutant(
         "what is made again lands in memory that another stream still uses",
         ACCELERATOR,
-        "            self._events.order(managed.place, current)\n",
+        "            self._events.order(managed.owner_stream, current)\n",
         "            pass\n",
         "made_again",
     ),
@@ -142,19 +142,19 @@ MUTANTS = [
     Mutant(
         "kernels of one stream wait for a copy that they join",
         COPIES,
-        "for stream in {*self.streams, managed.place}:",
-        "for stream in {managed.place}:",
+        "for stream in {*self.streams, managed.owner_stream}:",
+        "for stream in {managed.owner_stream}:",
     ),
     Mutant(
         "a stream that is met later does not wait for what was joined",
         COPIES,
-        "            for event in self._joined:\n                stream.wait_event(event)\n",
+        "            for event in self._waited_on:\n                stream.wait_event(event)\n",
         "",
     ),
     Mutant(
         "what was joined is forgotten at once",
         COPIES,
-        "            self._joined.add(event)\n",
+        "            self._waited_on.add(event)\n",
         "",
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "with a copy that kernels wait for, others are taken for over",
         ENGINE,
-        "            if other.state == state and self._device.join(other):\n",
+        "            if other.state == state and self._device.make_kernels_wait(other):\n",
         "            if other.state == state:\n",
         error="out of memory",  # now and then
     ),
@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant(
         "memory is given away while another stream uses it",
         ACCELERATOR,
-        "                self._events.order(stream, managed.place)\n",
+        "                self._events.order(stream, managed.owner_stream)\n",
         "                pass\n",
     ),
     Mutant(
@@ -240,20 +240,20 @@ MUTANTS = [
     Mutant(
         "what the program recorded of a stream is forgotten with the memory",
         ACCELERATOR,
-        "            self._driver.record_stream(storage, stream)\n        self.memory.known_bytes +=",
-        "            pass\n        self.memory.known_bytes +=",
+        "            self._driver.record_stream(storage, stream)\n        self.memory.managed_bytes +=",
+        "            pass\n        self.memory.managed_bytes +=",
     ),
     Mutant(
         "what the program recorded of a stream moves",
         ACCELERATOR,
-        "managed.reports_freed = managed.stays = True",
+        "managed.reports_freed = managed.fixed_in_segment = True",
         "managed.reports_freed = True",
         f"{SEGMENT}::test_what_others_use_does_not_move",
     ),
     Mutant(
         "memory is freed while it is copied",
         ENGINE,
-        "        while managed.hold is not None:\n            self._wait()\n",
+        "        while managed.kept_alive is not None:\n            self._wait()\n",
         "",
         "resized",
         error="BudgetTooSmall",
@@ -324,8 +324,8 @@ MUTANTS = [
     Mutant(
         "what a kernel uses is released when it is packed",
         ENGINE,
-        "        leaves = packed_bytes and managed.freeing_bytes and not managed.void and not managed.pins\n",
-        "        leaves = packed_bytes and managed.freeing_bytes and not managed.void\n",
+        "managed.freeing_bytes and not managed.copy_invalid and not managed.pins\n",
+        "managed.freeing_bytes and not managed.copy_invalid\n",
         "ended_at_a_launch",
         error="illegal memory access",
     ),
@@ -340,8 +340,8 @@ MUTANTS = [
     Mutant(
         "what a kernel uses is dropped",
         RECOMPUTE,
-        " or managed.writing or managed.pins:\n",
-        " or managed.writing:\n",
+        " or managed.writing_packed or managed.pins:\n",
+        " or managed.writing_packed:\n",
         "accessed",
     ),
     Mutant(
@@ -349,6 +349,7 @@ MUTANTS = [
         METHODS,
         """                yield
             finally:
+                self._launching.now -= launched
                 with self._engine.lock:
                     for managed in used:
                         managed.pins += stays
@@ -356,6 +357,7 @@ MUTANTS = [
         """                self._unpin(used)
                 yield
             finally:
+                self._launching.now -= launched
                 with self._engine.lock:
                     for managed in used:
                         managed.pins += 1 + stays
@@ -458,14 +460,14 @@ MUTANTS = [
     Mutant(
         "what is pinned moves within the segment",
         PLACES,
-        " || managed->stays || managed->pins > 0) return kNever;",
-        " || managed->stays) return kNever;",
+        " || managed->fixed_in_segment || managed->pins > 0) return kNever;",
+        " || managed->fixed_in_segment) return kNever;",
         f"{SEGMENT}::test_what_others_use_does_not_move",
     ),
     Mutant(
         "what others use moves within the segment",
         PLACES,
-        " || managed->stays || managed->pins > 0) return kNever;",
+        " || managed->fixed_in_segment || managed->pins > 0) return kNever;",
         " || managed->pins > 0) return kNever;",
         f"{SEGMENT}::test_what_others_use_does_not_move",
     ),

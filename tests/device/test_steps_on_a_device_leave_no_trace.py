@@ -41,7 +41,7 @@ class Left(NamedTuple):
 def left(run: penstock.Offload, emulated: Any) -> Left:
     engine, device, slab = run._engine, run._device, run._device._copies.slab
     with engine.lock:
-        engine.free(1 << 40)
+        engine.evict_and_wait(1 << 40)
     engine.drain()
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()

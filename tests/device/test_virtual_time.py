@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.runtime import open_runs
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transfer import DEMAND
@@ -467,7 +468,11 @@ def test_what_goes_through_the_disk_is_away_while_kernels_run(
             model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(6)))
             batch = torch.zeros(100, 1500)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        engine = open_runs.opened[0]._engine
         for _ in range(6):
+            with engine.lock:
+                while any(engine.in_flight_bytes):  # a step may begin with what the one before has asked for
+                    engine._wait_for_copy()
             settled(emu)
             with step():
                 model(batch).sum().backward()

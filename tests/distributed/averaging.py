@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.distributed import HostAccumulation, host_accumulation_hook
 from penstock.distributed.exchange import Exchange
-from penstock.distributed.segment import Segment
+from penstock.distributed.segment import SharedSegment
 from penstock.errors import DistributedError
 from tests.support import accelerator
 from tests.support.checked import CheckedDriver
@@ -145,7 +145,7 @@ def strange() -> dict[str, object]:
         dist.all_gather([torch.empty_like(said) for _ in range(dist.get_world_size())], said)
         return {}
     try:
-        Segment(dist.group.WORLD, 1 << 20)
+        SharedSegment(dist.group.WORLD, 1 << 20)
     except DistributedError as error:
         return {"error": str(error)}
     return {}

@@ -31,7 +31,7 @@ def nvtx(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object
             pytest.skip("needs a torch with NVTX")
         return
     record_property("not rehearsed", "NVTX itself")
-    monkeypatch.setattr(DRIVERS[DEVICE], "marked", CudaDriver.marked)
+    monkeypatch.setattr(DRIVERS[DEVICE], "profiler_range", CudaDriver.profiler_range)
     monkeypatch.setattr(DRIVERS[DEVICE], "_has_nvtx", True, raising=False)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda text: 0)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: 0)

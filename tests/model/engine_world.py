@@ -28,7 +28,7 @@ import torch
 
 from penstock import _native
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.clock import Clock
+from penstock.runtime.offload_mode import OffloadMode
 from penstock.runtime.storages import (
     AWAY,
     COMING,
@@ -335,7 +335,7 @@ class World:
         self.changed = engine._changed = Changed(self)
         device.engine = engine
         self.storages = device.storages = Storages(device.adopt, self._bury, PAGE, device.first_serial)
-        engine.victims = self._victims
+        engine.eviction_order = self._eviction_order
         self.recomputation = layer.recompute.Recomputation(device, engine)
         self.clock = clock = SimpleNamespace(
             _engine=engine,
@@ -345,7 +345,7 @@ class World:
             _kernels=SimpleNamespace(schedule=None, excluded_s=0.0),
             _ahead_bytes=0,
         )
-        clock._recompute_before = partial(Clock._recompute_before, clock)
+        clock._recompute_before = partial(OffloadMode._recompute_before, clock)
         for name in NAMES:
             self._born(name)
 
@@ -383,7 +383,7 @@ class World:
             self.recomputation.on_storage_freed(managed)
         self.device.on_storage_freed(managed)
 
-    def _victims(self) -> Sequence[ManagedStorage]:
+    def _eviction_order(self) -> Sequence[ManagedStorage]:
         self.storages.remove_dead()
         return self.storages.by_use()
 
@@ -676,11 +676,11 @@ class World:
                     self.device.begin_kernel()
                 away = any(managed.state > LEAVING for managed in used)
                 asks = any(
-                    one.clean or one.guarded or one.recipes or one.state != RESIDENT or one.writing
+                    one.clean or one.guarded or one.recipes or one.state != RESIDENT or one.writing_packed
                     for one in written
                 )
                 if away or asks:
-                    Clock._make_ready(self.clock, used, away, written, 0)
+                    OffloadMode._make_ready(self.clock, used, away, written, 0)
             except BaseException:
                 over()
                 raise
@@ -745,7 +745,7 @@ class World:
         self._order(self.recomputation.drop, name)
 
     def _order(self, call: Callable[[ManagedStorage], None], name: str) -> None:
-        """As `Clock._act`."""
+        """As `OffloadMode._act`."""
         with self.lock:
             self.storages.remove_dead()
             managed = self.managed[name]
@@ -887,7 +887,7 @@ class World:
             )
         for name, managed in self.managed.items():
             if name in self.storage and (
-                managed.hold is not None or managed.queued or managed.state in (1, 3)
+                managed.kept_alive is not None or managed.queued or managed.state in (1, 3)
             ):
                 raise Violation(f"at rest {name} is {STATES[managed.state]}, held or queued")
         if self.device._staging or self.device._pending:
@@ -897,7 +897,7 @@ class World:
         """The arena is as before, whatever has happened."""
         self.held.clear()
         for managed in self.met:
-            managed.hold = managed.slot = None
+            managed.kept_alive = managed.slot = None
         self.storage.clear()
         self.foreign = None
         lease = self.device._lease
@@ -928,9 +928,11 @@ class World:
                 continue
             state = self.state_of(name)
             is_in = state in ("in", "guarded")
-            if (managed.state == RESIDENT or (managed.state == LEAVING and not managed.gone)) and not is_in:
+            if (
+                managed.state == RESIDENT or (managed.state == LEAVING and not managed.swapped_out)
+            ) and not is_in:
                 raise Violation(f"{name} is {STATES[managed.state]}, and its memory is {state}")
-            if name in self.used and managed.state == AWAY and not managed.gone:
+            if name in self.used and managed.state == AWAY and not managed.swapped_out:
                 raise Violation(f"{name} is taken from a kernel that uses it")
             if name in self.kept and not is_in:
                 raise Violation(f"{name} is {state} while a thread of a collective has it")
@@ -989,13 +991,19 @@ class World:
                         managed.keeps_copy,
                         managed.freeing_bytes,
                     ),
-                    (managed.packed_bytes, managed.writing, managed.void, managed.queued, managed.movable),
                     (
-                        managed.gone,
+                        managed.packed_bytes,
+                        managed.writing_packed,
+                        managed.copy_invalid,
+                        managed.queued,
+                        managed.movable,
+                    ),
+                    (
+                        managed.swapped_out,
                         managed.reports_freed,
                         managed.pins,
                         managed.recipes,
-                        managed.hold is not None,
+                        managed.kept_alive is not None,
                     ),
                     slot and (known(extents, slot.extent.offset), slot.packing.packed_bytes),
                     slot and [known(marks, mark) for mark in self._slot_marks(managed) or ()],

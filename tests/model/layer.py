@@ -10,7 +10,7 @@ from typing import Any
 
 import penstock.runtime
 from penstock import _native
-from penstock.runtime import clock  # noqa: F401  what it imports is imported once
+from penstock.runtime import offload_mode  # noqa: F401  what it imports is imported once
 from penstock.runtime.devices import cpu  # noqa: F401
 
 RUNTIME = Path(penstock.runtime.__file__).parent

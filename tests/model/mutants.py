@@ -1,8 +1,9 @@
 """Mends of Python's layer, taken out one at a time: the search must find each.
 
-Not here is what the arena sees to as well: that a copy is void of which it knows that the bytes were written,
-that what a recipe reads is there while it runs. It serves any access: that costs a fault, not bytes. Nor what
-takes three storages (test_the_copy_engine_waits_for_the_right_thing), or two threads that compute at once.
+Not here is what the arena sees to as well: that a copy is invalid of which it knows that the bytes were
+written, that what a recipe reads is there while it runs. It serves any access: that costs a fault, not bytes.
+Nor what takes three storages (test_the_copy_engine_waits_for_the_right_thing), or two threads that compute
+at once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MUTANTS = [
         "what the arena took while it was copied is resident",
         "taken",
         "copy_engine",
-        "            if managed.gone:\n                managed.state, managed.clean",
+        "            if managed.swapped_out:\n                managed.state, managed.clean",
         "            if False:\n                managed.state, managed.clean",
         fast=True,
     ),
@@ -35,15 +36,15 @@ MUTANTS = [
         "what the arena took before it was packed is resident",
         "packed, taken",
         "copy_engine",
-        "managed.state = AWAY if managed.gone else RESIDENT",
+        "managed.state = AWAY if managed.swapped_out else RESIDENT",
         "managed.state = RESIDENT",
         fast=True,
     ),
     Mutant(
-        "a copy that is void counts",
+        "a copy that is invalid counts",
         "taken",
         "copy_engine",
-        "        elif not managed.void:\n            managed.clean = True\n            if",
+        "        elif not managed.copy_invalid:\n            managed.clean = True\n            if",
         "        else:\n            managed.clean = True\n            if",
         fast=True,
     ),
@@ -58,23 +59,23 @@ MUTANTS = [
         "nothing keeps alive what is still written",
         "dying, packed",
         "copy_engine",
-        "        if not managed.writing:\n            managed.hold = None\n        if error is",
-        "        managed.hold = None\n        if error is",
+        "        if not managed.writing_packed:\n            managed.kept_alive = None\n        if error is",
+        "        managed.kept_alive = None\n        if error is",
     ),
     Mutant(
         "what the arena took again on the way back is resident",
         "taken, touched",
         "copy_engine",
-        "is_away = clean is None or managed.packed_bytes or managed.gone",
+        "is_away = clean is None or managed.packed_bytes or managed.swapped_out",
         "is_away = clean is None or managed.packed_bytes",
     ),
     Mutant(
         "what is asked back while it leaves, leaves",
         "copies",
         "copy_engine",
-        "        if managed.state == LEAVING or managed.writing:  # it stays\n"
+        "        if managed.state == LEAVING or managed.writing_packed:  # it stays\n"
         "            self._unmark_released(managed)",
-        "        if managed.state == LEAVING or managed.writing:  # it stays\n            pass",
+        "        if managed.state == LEAVING or managed.writing_packed:  # it stays\n            pass",
     ),
     Mutant(
         "what a kernel uses is released",
@@ -96,7 +97,7 @@ MUTANTS = [
         "what is queued when all ends is forgotten",
         "copies",
         "copy_engine",
-        "            for managed in self._evictions:\n                self._stay(managed)\n",
+        "            for managed in self._evictions:\n                self._cancel_eviction(managed)\n",
         "",
         fast=True,
     ),
@@ -104,28 +105,29 @@ MUTANTS = [
         "what the arena brought back, and took again, is resident",
         "taken",
         "cpu",
-        'managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again',
-        "managed.gone = False",
+        'managed.swapped_out = _native.arena_state(managed.address) == "out"  # and has let it leave again',
+        "managed.swapped_out = False",
     ),
     Mutant(
         "a copy whose memory the arena took is an error",
         "taken",
         "cpu",
-        "if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:",
+        "if managed.copy_invalid and transfer.error is not None and transfer.error.errno == errno.EFAULT:",
         "if False:",
     ),
     Mutant(
         "what left while it was copied is not noticed",
         "taken",
         "cpu",
-        "managed.void = True\n            self.notice()\n            if managed.void and",
-        "pass\n            if managed.void and",
+        "managed.copy_invalid = True\n"
+        "            self.report_unasked_moves()\n            if managed.copy_invalid and",
+        "pass\n            if managed.copy_invalid and",
     ),
     Mutant(
         "packed bytes are forgotten while they are written",
         "packed, touched",
         "cpu",
-        "        if not managed.writing:\n            self._packed.pop(managed.key, None)",
+        "        if not managed.writing_packed:\n            self._packed.pop(managed.key, None)",
         "        self._packed.pop(managed.key, None)",
     ),
     Mutant(
@@ -153,8 +155,8 @@ MUTANTS = [
         "what keeps its memory is copied again at once, and lives for ever by that",
         "kept",
         "copy_engine",
-        "            managed.clean = False\n            managed.hold = None\n\n    def will_write",
-        "            managed.clean = False\n            managed.hold = None\n"
+        "            managed.clean = False\n            managed.kept_alive = None\n\n    def will_write",
+        "            managed.clean = False\n            managed.kept_alive = None\n"
         "            self.evict(managed, release=True)\n\n    def will_write",
         fast=True,
     ),

@@ -17,7 +17,7 @@ from penstock.core.plan import Evict, Plan
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import Problem, plan
-from penstock.planners.rules import Room
+from penstock.planners.rules import FreeBytes
 from tests.support.traces import Step, gpt, machine, machines, traces, whole_traces
 
 optimal_module = import_module("penstock.planners.optimal")  # the package has a function of that name
@@ -103,7 +103,7 @@ def test_an_eviction_that_shares_a_copy_needs_room_as_long_as_that_stays() -> No
     early = Evict(weight, 0, 1, 3, 3, "disk")
     evictions = (early, Evict(other, 0, 1, 3, 3, "host"), Evict(weight, 3, 4, 5, 5, "host"))
     assert check(trace, Plan(policy="none", device_budget_bytes=120, evictions=evictions), hardware) == []
-    room = Room(Problem(trace, hardware, 120))
+    room = FreeBytes(Problem(trace, hardware, 120))
     for evict in evictions[1:]:
         room.take("host", evict)
     assert not room.fits("host", early)

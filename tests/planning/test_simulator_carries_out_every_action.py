@@ -12,7 +12,7 @@ import pytest
 from penstock import simulator
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import MemorySample, Span, Stall, Timeline
 from penstock.core.trace import Trace, Variant
 from penstock.errors import InvalidArgument
 from penstock.simulator import Intervals, Replay, simulate
@@ -60,7 +60,7 @@ def test_the_second_of_two_iterations_is_reported() -> None:
     assert timeline.stalls == ()
     assert on(timeline, "disk_write") == [(0, 12, 14)]
     assert on(timeline, "disk_read") == [(0, 0, 2)]
-    assert timeline.memory["device"] == (Sample(0, 0), Sample(0, 100), Sample(14, 0))
+    assert timeline.memory["device"] == (MemorySample(0, 0), MemorySample(0, 100), MemorySample(14, 0))
     demanded = replay(weight_step(), Evict(0, 3, 4, 6, prefetch_at=6))
     assert demanded.iteration_s == 18
     assert demanded.stalls == (Stall(2, 4, "prefetch", 1),)
@@ -88,7 +88,7 @@ def test_what_nobody_writes_is_never_copied_again() -> None:
     timeline = replay(weight_step(update=False), *evictions)
     assert on(timeline, "disk_write") == []
     assert len(on(timeline, "disk_read")) == 2
-    assert timeline.memory["disk"] == (Sample(0, 100),)
+    assert timeline.memory["disk"] == (MemorySample(0, 100),)
 
 
 def test_a_period_may_begin_with_the_next_iteration() -> None:
@@ -108,7 +108,7 @@ def test_a_cancelled_copy_that_nobody_needs_is_abandoned() -> None:
     trace = five_kernels()
     timeline = replay(trace, Evict(0, 0, 1, 4, prefetch_at=2), budget=300)
     assert Span("disk_write", 1, 2, "tensor 0", 0, 50) in timeline.spans
-    assert timeline.memory["disk"] == (Sample(0, 0), Sample(1, 100), Sample(2, 0))
+    assert timeline.memory["disk"] == (MemorySample(0, 0), MemorySample(1, 100), MemorySample(2, 0))
     assert timeline.iteration_s == 5
 
 
@@ -124,7 +124,7 @@ def test_recomputation_runs_the_kernel_again() -> None:
     timeline = replay(trace, recomputations=[Recompute(first, 1, 3)])
     assert timeline.iteration_s == 9
     assert Span("compute", 7, 8, "recompute make", 0, 100) in timeline.spans
-    assert timeline.memory["device"][-3:] == (Sample(2, 0), Sample(7, 180), Sample(8, 100))
+    assert timeline.memory["device"][-3:] == (MemorySample(2, 0), MemorySample(7, 180), MemorySample(8, 100))
     assert timeline.stalls == ()
 
 
@@ -173,7 +173,8 @@ def test_compression_takes_the_compute_stream_and_fewer_bytes() -> None:
         Span("compute", 10, 11, "use", 2),
     )
     assert timeline.memory["device"] == tuple(
-        Sample(*pair) for pair in ((0, 0), (0, 800), (1, 837), (2, 37), (3, 0), (7, 37), (8, 837), (11, 800))
+        MemorySample(*pair)
+        for pair in ((0, 0), (0, 800), (1, 837), (2, 37), (3, 0), (7, 37), (8, 837), (11, 800))
     )
     assert timeline.tier_peak_bytes("disk") == 37
     assert timeline.iteration_s == 11
@@ -184,11 +185,11 @@ def test_a_compressed_copy_that_is_cancelled_is_expanded_all_the_same() -> None:
     timeline = replay(compressible(), Evict(0, 0, 1, 2, 2, codec="csr"), hardware=hardware, budget=837)
     assert on(timeline, "disk_read") == []
     assert timeline.memory["device"][:5] == (
-        Sample(0, 0),
-        Sample(0, 800),
-        Sample(1, 837),
-        Sample(2, 37),
-        Sample(7, 837),
+        MemorySample(0, 0),
+        MemorySample(0, 800),
+        MemorySample(1, 837),
+        MemorySample(2, 37),
+        MemorySample(7, 837),
     )
 
 

@@ -14,7 +14,7 @@ from penstock.core.check import check
 from penstock.core.hardware import LINKS, Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import MemorySample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
@@ -44,7 +44,7 @@ def test_five_kernels_by_hand() -> None:
     assert timeline.stalls == (Stall(2, 3, "memory", 2), Stall(5, 6, "prefetch", 4))
     assert timeline.iteration_s == 7
     assert timeline.peak_bytes == 200
-    assert timeline.memory["disk"] == (Sample(0, 0), Sample(1, 100), Sample(6, 0))
+    assert timeline.memory["disk"] == (MemorySample(0, 0), MemorySample(1, 100), MemorySample(6, 0))
     assert Span("disk_read", 4, 6, "tensor 0", 0, 100) in timeline.spans
     assert timeline.evicted_bytes == 100
     assert timeline.stall_s == 2

@@ -22,11 +22,11 @@ from penstock.core import files
 from penstock.core.check import check
 from penstock.core.hardware import Hardware
 from penstock.core.plan import Evict, Plan, Recompute
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import MemorySample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.errors import InvalidFile
 from penstock.runtime.report import Report
-from penstock.storage.costs import CostTables, Entry, Tables
+from penstock.storage.costs import CostEntry, CostTables, Tables
 from tests.support.traces import five_kernels, machine
 
 
@@ -125,7 +125,7 @@ def spans() -> Timeline:
     return Timeline(
         iteration_s=2.0,
         spans=(Span("compute", 0.0, 1.0, "a", 0), Span("disk_write", 0.5, 1.5, "b", 1, 4096)),
-        memory={"device": (Sample(0.0, 100), Sample(1.0, 50))},
+        memory={"device": (MemorySample(0.0, 100), MemorySample(1.0, 50))},
         stalls=(Stall(1.0, 1.5, "memory", 1),),
     )
 
@@ -136,7 +136,7 @@ def full_trace() -> Trace:
     return dataclasses.replace(trace, tensor_density=density, tensor_itemsize=itemsize)
 
 
-ENTRY = Entry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9)
+ENTRY = CostEntry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9)
 PUBLISHED = {
     "schema": published.SCHEMA,
     "model": "tiny",

@@ -17,8 +17,7 @@ from penstock.planners import plan
 from penstock.planners.optimal.search import FoundPlan, choices, plan_search
 from penstock.planners.problem import Problem
 from penstock.report.summary import summarise
-from penstock.runtime.schedule import Evict as EvictAction
-from penstock.runtime.schedule import Release, schedule
+from penstock.runtime.schedule import EvictAction, ReleaseAction, schedule
 from penstock.simulator import simulate
 from tests.support.traces import Step, machine, whole_traces
 
@@ -146,7 +145,7 @@ def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fractio
     carried_out = schedule(trace, made)
     for tensor, kernel in kept:
         actions = carried_out.before[kernel]
-        assert Release(tensor) in actions
+        assert ReleaseAction(tensor) in actions
         assert any(isinstance(action, EvictAction) and action.tensor == tensor for action in actions)
     moved = {evict.tensor for evict in made.evictions}
     used = trace.uses.values

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import cli
 from penstock.core.hardware import LINKS
-from penstock.core.timeline import Sample, Span, Stall, Timeline, chrome_trace
+from penstock.core.timeline import MemorySample, Span, Stall, Timeline, chrome_trace
 from tests.support.trace_processor import trace_processor
 from tests.support.traces import gpt
 
@@ -186,7 +186,7 @@ timelines = st.builds(
     spans=st.lists(spans, max_size=12).map(tuple),
     memory=st.dictionaries(
         st.sampled_from(("device", "host", "disk")),
-        st.lists(st.builds(Sample, times_s, st.integers(0, 1 << 60)), max_size=4).map(tuple),
+        st.lists(st.builds(MemorySample, times_s, st.integers(0, 1 << 60)), max_size=4).map(tuple),
     ),
     stalls=st.lists(
         st.builds(

@@ -58,8 +58,8 @@ class Away:
 
 
 class Limits:
-    """The arena in use with these limits: what `runtime.arena.Lease` does with limits of its own choice. What
-    other tests left in it stays where it is."""
+    """The arena in use with these limits: what `runtime.arena.ArenaLease` does with limits of its own
+    choice. What other tests left in it stays where it is."""
 
     def __init__(self, limit_bytes: int, budget_bytes: int | None = None) -> None:
         self.limit_bytes, self.budget_bytes = limit_bytes, budget_bytes

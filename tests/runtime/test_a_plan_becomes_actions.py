@@ -13,8 +13,7 @@ from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
-from penstock.runtime.schedule import Evict as Start
-from penstock.runtime.schedule import Prefetch, Release, schedule
+from penstock.runtime.schedule import EvictAction, PrefetchAction, ReleaseAction, schedule
 from tests.support.traces import Step, machine, machines, traces
 
 quick = settings(max_examples=60)
@@ -43,7 +42,7 @@ def test_a_copy_is_kept_where_it_spares_another(
             events += [(w + turn * count, 1, "written", False) for w in trace.writers[tensor].tolist()]
             for kernel, actions in enumerate(before):
                 for action in actions:
-                    if action == Release(tensor):
+                    if action == ReleaseAction(tensor):
                         events.append((kernel + turn * count, 2, "leaves", False))
         events.sort()
         for evict in (evict for evict in made.evictions if evict.tensor == tensor):
@@ -54,7 +53,7 @@ def test_a_copy_is_kept_where_it_spares_another(
             said = {
                 action.keeps_copy
                 for action in before[evict.prefetch_at % count]
-                if isinstance(action, Prefetch) and action.tensor == tensor
+                if isinstance(action, PrefetchAction) and action.tensor == tensor
             }
             assert spared in said
 
@@ -71,8 +70,8 @@ def test_what_is_only_read_again_keeps_no_copy() -> None:
     trace = step.trace()
     made = plan(trace, machine(), "evict_all", device_budget_bytes=minimum_bytes(trace))
     actions = [action for actions in schedule(trace, made).before for action in actions]
-    assert Prefetch(saved, False) in actions
-    assert Prefetch(saved, True) not in actions
+    assert PrefetchAction(saved, False) in actions
+    assert PrefetchAction(saved, True) not in actions
 
 
 @given(traces(), machines, st.floats(0, 1), st.data())
@@ -92,10 +91,12 @@ def test_a_copy_starts_when_the_plan_says_and_not_sooner(
     before = schedule(trace, replace(made, evictions=tuple(later))).before
     for evict in later:
         starts = [
-            kernel for kernel, actions in enumerate(before) if Start(evict.tensor, evict.tier) in actions
+            kernel
+            for kernel, actions in enumerate(before)
+            if EvictAction(evict.tensor, evict.tier) in actions
         ]
         assert min(evict.after + 1, evict.begin) % trace.kernels in starts
-    assert sum(isinstance(action, Start) for actions in before for action in actions) >= len(later)
+    assert sum(isinstance(action, EvictAction) for actions in before for action in actions) >= len(later)
 
 
 def test_what_is_asked_back_at_once_is_not_written() -> None:

@@ -54,7 +54,7 @@ def test_a_full_cache_does_not_raise_it(spill: SpillSpace) -> None:
 def test_what_was_there_and_moves_counts_against_the_budget(spill: SpillSpace) -> None:
     with checked_run(spill, BUDGET_BYTES, make_driver=Caching, refuses=True) as run:
         assert isinstance(run.driver, Caching)
-        run.clock.know(run.driver.before, 0)
+        run.clock.set_kind(run.driver.before, 0)
         assert run.driver.limits[-1] == BUDGET_BYTES
         run.device.begin_step()
         tensors = [torch.full((2048,), float(n)).mul_(1) for n in range(12)]  # 1.5 times the budget
@@ -90,7 +90,7 @@ class Larger(Caching):
 def test_what_was_there_and_is_above_it_is_below_it_when_a_step_begins(spill: SpillSpace) -> None:
     with checked_run(spill, BUDGET_BYTES, make_driver=Larger) as run:
         assert isinstance(run.driver, Larger)
-        run.clock.know(run.driver.before, 0)
+        run.clock.set_kind(run.driver.before, 0)
         run.device.begin_step()
         assert run.device.meter.peak_bytes() <= BUDGET_BYTES
         assert run.driver.memory().reserved_bytes <= BUDGET_BYTES

@@ -22,10 +22,10 @@ class Watching(CheckedDriver):
         self.within: list[tuple[str, int]] = []
 
     @contextlib.contextmanager
-    def marked(self, text: str) -> Iterator[None]:
+    def profiler_range(self, text: str) -> Iterator[None]:
         self._local.mark = text
         try:
-            with super().marked(text):
+            with super().profiler_range(text):
                 yield
         finally:
             self._local.mark = ""
@@ -59,7 +59,7 @@ def test_each_step_is(tmp_path: Path, hardware: penstock.Hardware) -> None:
     marks: list[str] = []
 
     @contextlib.contextmanager
-    def marked(self: CpuDevice, text: str) -> Iterator[None]:
+    def profiler_range(self: CpuDevice, text: str) -> Iterator[None]:
         marks.append(f"begin {text}")
         try:
             yield
@@ -67,7 +67,7 @@ def test_each_step_is(tmp_path: Path, hardware: penstock.Hardware) -> None:
             marks.append(f"end {text}")
 
     with penstock.offload(device_budget="1GiB", spill_dir=tmp_path, hardware=hardware) as run:
-        run._device.marked = marked.__get__(run._device)  # type: ignore[method-assign]
+        run._device.profiler_range = profiler_range.__get__(run._device)  # type: ignore[method-assign]
         for kind in (None, "evaluation"):
             with run.step(kind):
                 marks.append("kernels")

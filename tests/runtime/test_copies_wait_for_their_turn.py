@@ -58,7 +58,7 @@ class _Copies:
             stream,
             self._issue,
             lambda event: None,
-            SimpleNamespace(marked=lambda text: contextlib.nullcontext(), use_device=lambda: None),  # type: ignore[arg-type]
+            SimpleNamespace(profiler_range=lambda text: contextlib.nullcontext(), use_device=lambda: None),  # type: ignore[arg-type]
         )
 
     def _issue(self, copy: Copy, stream: Any) -> tuple[_Event, _Event]:

@@ -77,7 +77,7 @@ def _pack(run: penstock.Offload, tensor: torch.Tensor) -> None:
     with run._engine.lock:
         before = run._device.in_memory_bytes()
         run._engine.evict(managed, release=True, packs=4)
-        assert managed.state == AWAY and managed.writing
+        assert managed.state == AWAY and managed.writing_packed
         assert run._device.in_memory_bytes() == before - tensor.nbytes + managed.packed_bytes
         assert 0 < managed.packed_bytes < tensor.nbytes // 2
 

@@ -17,12 +17,12 @@ from penstock.core.trace import Trace
 from penstock.runtime.recording import Recording
 from penstock.runtime.schedule import (
     Action,
-    Drop,
-    Evict,
-    KeepRecipe,
-    Prefetch,
-    Recompute,
-    Release,
+    DropAction,
+    EvictAction,
+    KeepRecipeAction,
+    PrefetchAction,
+    RecomputeAction,
+    ReleaseAction,
     Schedule,
     unplanned,
 )
@@ -49,19 +49,21 @@ def random_schedule(trace: Trace, rng: random.Random, packs: bool = True) -> Sch
     results = sorted(producers)  # many of which have zeros: only they are worth compressing
     for _ in range(rng.randint(0, 3 * schedule.kernels)):
         tensor = rng.choice(results) if results and rng.random() < 0.5 else rng.randrange(tensors)
-        prefetch = Prefetch(tensor, rng.random() < 0.5)
+        prefetch = PrefetchAction(tensor, rng.random() < 0.5)
         packing = rng.choice([("raw", 0, 0), ("csr", 1, 64), ("csr", 4, 256)])
         packing = packing if packs else ("raw", 0, 0)
-        evict = Evict(tensor, rng.choice(["host", "disk"]), *packing)
-        action = rng.choice([evict, Release(tensor), prefetch])
+        evict = EvictAction(tensor, rng.choice(["host", "disk"]), *packing)
+        action = rng.choice([evict, ReleaseAction(tensor), prefetch])
         before[rng.randrange(schedule.kernels)].append(action)
     for tensor in rng.sample(results, rng.randint(0, len(results))):
         producer = producers[tensor]
         if rng.random() < 0.9:
-            before[producer].append(KeepRecipe())
+            before[producer].append(KeepRecipeAction())
         alive = range(producer + 1, max(schedule.uses[tensor], default=producer) + 1)
         for kernel in sorted(rng.sample(alive, min(rng.randint(1, 3), len(alive)))):
-            before[kernel].append(rng.choice([Drop(tensor), Drop(tensor), Recompute(tensor)]))
+            before[kernel].append(
+                rng.choice([DropAction(tensor), DropAction(tensor), RecomputeAction(tensor)])
+            )
     away = [(rng.randrange(tensors), rng.choice(["host", "disk"])) for _ in range(rng.randint(0, 3))]
     return replace(schedule, before=tuple(map(tuple, before)), away_at_start=tuple(away))
 

@@ -74,7 +74,7 @@ def test_what_another_stream_made_before_the_run_leaves_when_they_are_done(
 
     with checked_run(spill, 1 << 20, seed=seed, make_driver=make_driver) as run:
         (tensor,) = made
-        run.clock.know(tensor, 0)
+        run.clock.set_kind(tensor, 0)
         managed = run.clock.storages.find(tensor.untyped_storage())
         assert managed is not None
         with run.engine.lock:

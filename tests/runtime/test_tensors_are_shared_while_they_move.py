@@ -47,7 +47,7 @@ def _nothing_is_left(run: penstock.Offload) -> None:
         assert engine.freeing_bytes == 0
         assert not device._staging and not device._packed  # type: ignore[attr-defined]
         assert not run._spill.used_bytes
-        assert not device.memory.beside_bytes
+        assert not device.memory.unmanaged_bytes
     assert arena.stats().in_use_bytes == arena.stats().foreign_bytes
 
 
@@ -75,7 +75,7 @@ def test_in_each_state(state: object, on: str, tmp_path: Path) -> None:
             others = [torch.full((ELEMENTS,), float(i)) for i in range(12)]
             assert [float(other[7]) for other in others] == list(range(12))
         assert torch.equal(tensor, content + 1)
-        assert run._device.memory.beside_bytes == SIZE
+        assert run._device.memory.unmanaged_bytes == SIZE
         del tensor, content, others
         _nothing_is_left(run)
 
@@ -172,7 +172,7 @@ def test_a_feeder_shares_while_steps_run(seed: int, tmp_path: Path) -> None:
         thread.join(60)
         assert not failed and not thread.is_alive()
         tensors.clear()
-        run._clock._carried.clear()
+        run._clock._from_last_step.clear()
         run._clock._kernels.begin_step(None)
         run._clock._kernels.in_step = False
         _nothing_is_left(run)

@@ -335,7 +335,7 @@ def test_whoever_sets_a_handler_of_sigsegv_comes_behind_the_arena() -> None:
         SYSTEM
         + f"""
         def behind(sets):
-            lease = arena.Lease(1 << 40)
+            lease = arena.ArenaLease(1 << 40)
             served = system()[0]
             tensor = tensor_of(random_bytes(3 * MIB))
             assert away.leave(tensor)
@@ -347,7 +347,7 @@ def test_whoever_sets_a_handler_of_sigsegv_comes_behind_the_arena() -> None:
             libc.sigaction(signal.SIGSEGV, None, asked)
             lease.close()
             assert system()[0] == asked[0] != served
-            with arena.Lease(1 << 40):
+            with arena.ArenaLease(1 << 40):
                 assert system()[0] == served and not _native.arena_own_faults()
                 assert away.leave(tensor)
                 assert system((ctypes.c_ulong * 4)())[0] == served  # nobody has seen this

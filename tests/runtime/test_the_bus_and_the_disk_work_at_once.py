@@ -238,7 +238,7 @@ def test_a_demand_overtakes_what_waits_for_a_buffer(run: CheckedRun, gate: Gate)
     prefetch(run, second)
     time.sleep(0.2)  # who takes a copy before a buffer has taken it by now
     with run.engine.lock:
-        assert run.engine._bring(managed, DEMAND)
+        assert run.engine._start_copy_in(managed, DEMAND)
     gate.open()
     assert gate.wait_for("read", 5)[3].priority == DEMAND
     assert [float(tensor.mean()) for tensor in (first, second, demanded)] == [1, 2, 3]

@@ -102,7 +102,7 @@ def do_not_wait_for_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         for managed in wanted:
             if managed.state == AWAY:
                 self.make_room(managed.size_bytes)
-                self._bring(managed, DEMAND)
+                self._start_copy_in(managed, DEMAND)
 
     monkeypatch.setattr(CopyEngine, "demand", careless)
 
@@ -239,7 +239,7 @@ def test_what_is_packed_for_nothing_is_gone_at_once(spill: SpillSpace) -> None:
             run.engine.will_write(managed)
         run.engine.drain()
         assert managed.packed_bytes == 0
-        assert run.device.memory.known_bytes == run.driver.allocated_bytes()
+        assert run.device.memory.managed_bytes == run.driver.allocated_bytes()
 
 
 def test_without_a_fault_nothing_is_found(spill: SpillSpace) -> None:

@@ -41,7 +41,7 @@ class Program(RuleBasedStateMachine):
         self.engine = CopyEngine(self.device, BUDGET, timeout_s=5.0, in_flight_bytes=3 * PIECE)
         self.device.engine = self.engine
         self.storages = Storages(lambda *_: True, self._buried, 1)
-        self.engine.victims = self.storages.by_use
+        self.engine.eviction_order = self.storages.by_use
         self.alive: dict[int, torch.UntypedStorage] = {}  # by number
         self.managed: dict[int, ManagedStorage] = {}
         self.expected: dict[int, bytes] = {}
@@ -165,7 +165,7 @@ class Program(RuleBasedStateMachine):
     def free(self, size: int) -> None:
         before = sum(self.device.live.values())
         with self._troubled(), self.device.serving(self.engine):
-            could = self.engine.free(size * PIECE)
+            could = self.engine.evict_and_wait(size * PIECE)
             left = before - sum(self.device.live.values())
             assert could == (left >= size * PIECE or left > 0)
 
@@ -219,7 +219,7 @@ class Program(RuleBasedStateMachine):
             id(m): m for m in [*self.managed.values(), *(copy.managed for copy in self.device.pending)]
         }
         assert sum(m.freeing_bytes for m in leaving.values()) <= self.engine.freeing_bytes
-        assert all(m.state == LEAVING or m.writing for m in leaving.values() if m.freeing_bytes)
+        assert all(m.state == LEAVING or m.writing_packed for m in leaving.values() if m.freeing_bytes)
 
     @invariant()
     def the_budget_holds(self) -> None:

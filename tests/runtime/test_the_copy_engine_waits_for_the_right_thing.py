@@ -109,9 +109,11 @@ def test_what_does_not_give_its_memory_back_is_not_copied_again_at_once(
 
 def test_a_refused_prefetch_is_tried_again_when_memory_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    prepare, answers = bench.device.prepare, iter([False, True])
+    prepare_copy_in, answers = bench.device.prepare_copy_in, iter([False, True])
     monkeypatch.setattr(
-        bench.device, "prepare", lambda *asked, **how: next(answers) and prepare(*asked, **how)
+        bench.device,
+        "prepare_copy_in",
+        lambda *asked, **how: next(answers) and prepare_copy_in(*asked, **how),
     )
     managed, other = bench.away(), bench.make()
     bench.engine.prefetch(managed)
@@ -131,13 +133,13 @@ def test_a_refused_demand_is_tried_again_when_as_much_has_left(monkeypatch: pyte
     for coming in [bench.away() for _ in range(4)]:  # when these have come, there is no more memory
         bench.engine.prefetch(coming)
     bench.make()
-    prepare, full_bytes, asked = bench.device.prepare, bench.device.in_memory_bytes(), []
+    prepare_copy_in, full_bytes, asked = bench.device.prepare_copy_in, bench.device.in_memory_bytes(), []
 
     def refused(managed: ManagedStorage, *rest: Any, **how: Any) -> bool:
         asked.append(managed)
-        return bench.device.in_memory_bytes() < full_bytes and prepare(managed, *rest, **how)
+        return bench.device.in_memory_bytes() < full_bytes and prepare_copy_in(managed, *rest, **how)
 
-    monkeypatch.setattr(bench.device, "prepare", refused)
+    monkeypatch.setattr(bench.device, "prepare_copy_in", refused)
     with bench.device.serving(bench.engine):
         bench.engine.demand([wanted])
     assert wanted.state == RESIDENT and len(asked) == 2
@@ -189,7 +191,7 @@ def test_what_the_device_takes_while_it_is_copied_again_is_away_when_that_copy_i
 
     def copy_out(*arguments: Any) -> None:
         begin(*arguments)
-        managed.gone = managed.void = True
+        managed.swapped_out = managed.copy_invalid = True
 
     begin = bench.device.copy_out
     bench.engine.evict(managed, release=True)
@@ -208,10 +210,10 @@ def test_what_the_device_takes_while_it_is_copied_again_is_away_when_that_copy_i
     [
         lambda bench, managed: bench.engine.make_room(bench.engine.budget_bytes),
         lambda bench, managed: bench.engine.demand([managed]),
-        lambda bench, managed: bench.engine.free(PIECE),
+        lambda bench, managed: bench.engine.evict_and_wait(PIECE),
         lambda bench, managed: bench.engine.drain(),
     ],
-    ids=["make_room", "demand", "free", "drain"],
+    ids=["make_room", "demand", "evict_and_wait", "drain"],
 )
 def test_every_wait_for_a_disk_that_hangs_ends(wait: Callable[[Bench, ManagedStorage], None]) -> None:
     bench = Bench(timeout_s=0.05)

@@ -215,8 +215,8 @@ def test_a_plan_that_lasts_is_looked_for_once_more_with_more_time(
     """It comes into force if it is better than the plan in force, which here is a bad one, or the best."""
     monkeypatch.setattr(replanning, "LASTS_S", 0.0)
     monkeypatch.setattr(replanning, "NEAR_BOUND", 0.0)
-    monkeypatch.setattr(Drift, "measured", lambda drift: None)
-    monkeypatch.setattr(Drift, "calibrated", lambda drift, trace: None)
+    monkeypatch.setattr(Drift, "measured_hardware", lambda drift: None)
+    monkeypatch.setattr(Drift, "calibrate", lambda drift, trace: None)
     monkeypatch.setattr(Drift, "add_step", lambda drift, *of_a_step: None)
     searched: list[float] = []
     plan_of = StepPlanner._plan
@@ -298,21 +298,21 @@ def test_rates_that_are_as_predicted_have_not_drifted(
     for number in range(50):
         noise = (0.92, 1.0, 1.08, 0.3)[number % 4]  # one step in four is disturbed
         drift.add_step(moves(*planned, disk_write=noise, disk_read=noise), 1e-3, 1.0 + 0.08 * (number % 2))
-        assert drift.measured() is None and not drift.kernels_have_drifted
+        assert drift.measured_hardware() is None and not drift.kernels_have_drifted
 
 
 def test_a_rate_that_has_drifted_is_measured(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
     drift = Drift(*planned, GIVEN)
     measured = []
     for _ in range(SKIPPED_STEPS + WINDOW):
-        measured.append(drift.measured())
+        measured.append(drift.measured_hardware())
         drift.add_step(moves(*planned, disk_write=1 / 3), 1e-3, 1.0)
     assert measured == [None] * (SKIPPED_STEPS + WINDOW)
-    found = drift.measured()
+    found = drift.measured_hardware()
     assert found is not None
     assert found.disk_write_bytes_per_s == pytest.approx(FAST / 3)
     assert found.disk_read_bytes_per_s == pytest.approx(FAST)
-    assert Drift(*planned, found).measured() is None
+    assert Drift(*planned, found).measured_hardware() is None
 
 
 def test_codecs_are_measured_too(planned: tuple[penstock.Trace, penstock.Plan]) -> None:
@@ -320,7 +320,7 @@ def test_codecs_are_measured_too(planned: tuple[penstock.Trace, penstock.Plan]) 
     for _ in range(SKIPPED_STEPS + WINDOW):
         coded = [Moved("compress", 0.0, 2e-3, 1, 1_000_000), Moved("expand", 3e-3, 3.5e-3, 1, 1_000_000)]
         drift.add_step(coded, 1e-2, 1.0)
-    found = drift.measured()
+    found = drift.measured_hardware()
     assert found is not None
     assert found.compress_bytes_per_s == pytest.approx(5e8)
     assert found.expand_bytes_per_s == pytest.approx(2e9)
@@ -334,7 +334,7 @@ def test_what_a_copy_costs_the_thread_of_the_kernels_is_measured_too(
         drift = Drift(*planned, replace(GIVEN, copy_overhead_s=given_s))
         for _ in range(SKIPPED_STEPS + WINDOW):
             drift.add_step(moved, 1e-3, 1.0, 3e-4 * len(moved))
-        found = drift.measured()
+        found = drift.measured_hardware()
         assert found is not None and found.copy_overhead_s == pytest.approx(expected_s)
 
 
@@ -342,7 +342,7 @@ def test_what_is_hardly_used_decides_nothing(planned: tuple[penstock.Trace, pens
     drift = Drift(*planned, GIVEN)
     for _ in range(SKIPPED_STEPS + WINDOW):
         drift.add_step(moves(*planned, disk_write=1 / 3), 1e3, 1.0)
-    assert drift.measured() is None
+    assert drift.measured_hardware() is None
 
 
 def test_kernels_that_take_longer_than_at_first_have_drifted(
@@ -364,7 +364,7 @@ def followed(
     drift = Drift(*planned, hardware)
     timeline = penstock.simulate(*planned, hardware)
     for _ in range(SKIPPED_STEPS + WINDOW):
-        assert drift.calibrated(planned[0]) is None
+        assert drift.calibrate(planned[0]) is None
         kernels_s = timeline.busy_s("compute") + late_s
         drift.add_step(moves(*planned), timeline.iteration_s + late_s, kernels_s)
     return drift
@@ -386,8 +386,8 @@ def test_what_steps_take_longer_is_put_down_to_copies_and_then_to_kernels(
         (-0.2, True, False),
     ):
         drift = followed(planned, hardware, share * predicted_s)
-        found = drift.calibrated(trace)
-        assert drift.calibrated(trace) is None, "once"
+        found = drift.calibrate(trace)
+        assert drift.calibrate(trace) is None, "once"
         assert (drift.kernels_have_drifted, drift.copies_cost_more) == (slower, cost), share
         if abs(share) < 0.03:
             assert found is None
@@ -400,7 +400,7 @@ def test_what_steps_take_longer_is_put_down_to_copies_and_then_to_kernels(
         if not slower:
             np.testing.assert_allclose(found[0].kernel_time_s, trace.kernel_time_s, rtol=1e-9)
         assert found[1].byte_overhead_s <= MOST_OVERHEAD * hardware.byte_overhead_s * 1.001
-    found = followed(planned, GIVEN, predicted_s).calibrated(trace)
+    found = followed(planned, GIVEN, predicted_s).calibrate(trace)
     assert found is not None and found[1] == GIVEN, "a GPU loses nothing to copies"
 
 

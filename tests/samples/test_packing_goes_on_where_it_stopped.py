@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import progress
 from penstock.samples.packing import FlushPolicy, pack, pack_source
-from penstock.samples.places import Folder
+from penstock.samples.places import StoreFolder
 from penstock.samples.sources import open_source
 from tests.support.folders import folder_in_memory
 from tests.support.packing import (
@@ -222,7 +222,7 @@ def test_few_checkpoints_are_made_of_much(tmp_path: Path) -> None:
     policy = FlushPolicy(flush_bytes=1 << 10, checkpoint_bytes=32 << 10, checkpoint_s=1e9)
     pack_source(Listed(items), folder, recipe_of(Listed(items)), metadata={}, policy=policy, report=look)
     assert len(seen) <= 2 + sum(len(data) for _, data in items) // (32 << 10)
-    assert Folder(folder).manifest().samples == 200
+    assert StoreFolder(folder).manifest().samples == 200
 
 
 @pytest.mark.parametrize("kind", ["folder", "arrays", "fields"])

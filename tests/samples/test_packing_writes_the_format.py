@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidArgument
 from penstock.samples.packing import pack
-from penstock.samples.places import Folder
+from penstock.samples.places import StoreFolder
 from tests.support import stores
 from tests.support.folders import folder_in_memory
 from tests.support.packing import Listed, contents, expected, pack_often, samples_of
@@ -57,7 +57,7 @@ def test_nothing_makes_a_store_of_no_samples(tmp_path: Path) -> None:
     made = pack([], tmp_path / "store")
     assert made.samples == 0 and made.data_files == ()
     assert stores.read_store(tmp_path / "store") == []
-    assert Folder(tmp_path / "store").manifest() == made
+    assert StoreFolder(tmp_path / "store").manifest() == made
 
 
 def test_labels_metadata_and_the_source_are_kept(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_processes_pack_disjoint_partitions(tmp_path: Path) -> None:
     folders = [tmp_path / "store" / f"part-{rank:05d}-of-00003" for rank in range(3)]
     assert [stores.read_store(folder) for folder in folders] == [items[rank::3] for rank in range(3)]
     assert [
-        (made.partition, made.partitions) for made in (Folder(folder).manifest() for folder in folders)
+        (made.partition, made.partitions) for made in (StoreFolder(folder).manifest() for folder in folders)
     ] == [(rank, 3) for rank in range(3)]
 
 
@@ -108,7 +108,7 @@ def test_progress_ends_with_everything(tmp_path: Path) -> None:
 
 def test_the_manifest_returned_is_the_one_written(tmp_path: Path) -> None:
     made = pack(Listed(samples_of(3)), tmp_path / "store")
-    assert Folder(tmp_path / "store").manifest() == made
+    assert StoreFolder(tmp_path / "store").manifest() == made
     document = json.loads((tmp_path / "store" / "store.json").read_text())
     assert document["schema"] == "penstock.storemanifest/1"
 

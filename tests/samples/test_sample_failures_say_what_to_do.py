@@ -10,14 +10,14 @@ import pytest
 
 from penstock.errors import SampleError
 from penstock.samples.failures import Failure, cannot_open, cannot_read
-from penstock.samples.places import Folder
+from penstock.samples.places import StoreFolder
 
 PATH = Path("store").absolute() / "data-00001.bin"
 
 
 def text_of(kind: str, error_number: int = 0) -> str:
     failure = Failure(kind, 0, 1, 300_000, 512, 7, error_number)
-    error = cannot_read(failure, Folder("store"), 262_144, "sample 7 ('cat.jpg')", 2.5)
+    error = cannot_read(failure, StoreFolder("store"), 262_144, "sample 7 ('cat.jpg')", 2.5)
     assert isinstance(error, SampleError)
     assert isinstance(error, OSError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

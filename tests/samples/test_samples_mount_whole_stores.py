@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidArgument, InvalidFile, PenstockError, SampleError
-from penstock.samples.places import Folder
+from penstock.samples.places import StoreFolder
 from penstock.samples.reading import choose_io
 from penstock.samples.store import mount
 from tests.support.sample_stores import some_samples
@@ -51,7 +51,7 @@ def test_a_manifest_is_read_where_the_file_system_knows_no_sizes(
 
     write_store(tmp_path, some_samples(10))
     monkeypatch.setattr(os, "fstat", without_size)
-    assert Folder(tmp_path).manifest().samples == 10
+    assert StoreFolder(tmp_path).manifest().samples == 10
 
 
 def test_partitions_are_mounted_in_order(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from penstock.errors import SpillError
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.costs import Entry, Tables, add_tables, read_tables
+from penstock.storage.costs import CostEntry, Tables, add_tables, read_tables
 from penstock.storage.paths import TRANSPORTS
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transfer import EVICT, Transfer
@@ -129,7 +129,7 @@ def test_files_stay_open_while_something_may_write_to_them(
 def test_a_lock_that_is_never_released_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "costs.json"
     tables = Tables(
-        (Entry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9),)
+        (CostEntry(class_bytes=1 << 20, kind="write", path="x", medium="disk", samples=3, s_per_byte=1e-9),)
     )
     add_tables(path, "disk", tables)
     holder = os.open(tmp_path / ".costs.json.lock", os.O_RDWR)

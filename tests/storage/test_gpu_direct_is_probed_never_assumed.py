@@ -362,7 +362,7 @@ class Runner:
     ) -> list[Outcome]:
         """Where the outcome is going to be."""
         managed = ManagedStorage(storage, storage.nbytes(), lambda _: None)
-        managed.lasts = lasts
+        managed.persistent = lasts
         ready = types.SimpleNamespace(synchronize=self._wait)
         outcomes: list[Outcome] = []
 

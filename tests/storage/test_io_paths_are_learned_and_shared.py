@@ -15,7 +15,7 @@ from penstock.core import files
 from penstock.core.log import log_once
 from penstock.errors import InvalidArgument, InvalidFile, InvalidSize
 from penstock.storage.aligned import AlignedBuffer
-from penstock.storage.costs import CostTables, Entry, Tables, add_tables, device_kind, read_tables
+from penstock.storage.costs import CostEntry, CostTables, Tables, add_tables, device_kind, read_tables
 from penstock.storage.paths import TRANSPORTS, IoPaths
 from penstock.storage.spill import SpillSpace
 from penstock.storage.transfer import EVICT, PREFETCH, File, Transfer, TransportUnavailable
@@ -105,8 +105,8 @@ def test_a_table_names_paths_of_this_machine(tmp_path: Path) -> None:
     assert penstock.IoOptions(paths=texts).wanted_paths()[1] == {1 << 16: "posix direct", MIB: "posix staged"}
 
 
-def entry(path: str, samples: int, s_per_byte: float) -> Entry:
-    return Entry(
+def entry(path: str, samples: int, s_per_byte: float) -> CostEntry:
+    return CostEntry(
         class_bytes=MIB, kind="write", path=path, medium="disk", samples=samples, s_per_byte=s_per_byte
     )
 

@@ -17,7 +17,7 @@ from penstock.errors import InvalidArgument
 from penstock.storage import cost_sharing
 from penstock.storage.choice import Choice
 from penstock.storage.cost_sharing import CostSharing
-from penstock.storage.costs import CostTables, Entry, Tables
+from penstock.storage.costs import CostEntry, CostTables, Tables
 from tests.support.io_paths import Machine, train
 
 MIB = 1 << 20
@@ -132,7 +132,7 @@ def test_what_a_file_taught_one_rank_is_told_to_the_others() -> None:
 def tables(s_per_byte: dict[str, float]) -> Tables:
     return Tables(
         tuple(
-            Entry(class_bytes=MIB, kind=kind, path=path, medium="disk", samples=9, s_per_byte=cost)
+            CostEntry(class_bytes=MIB, kind=kind, path=path, medium="disk", samples=9, s_per_byte=cost)
             for kind in ("write", "read")
             for path, cost in s_per_byte.items()
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.core import files
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.storage.choice import Choice
-from penstock.storage.costs import Entry, Tables, merge
+from penstock.storage.costs import CostEntry, Tables, merge
 from penstock.storage.rounds import ChoiceReport
 from tests.support.io_paths import PATHS, Costs, Machine, train
 
@@ -34,8 +34,8 @@ TABLES = st.builds(
 )
 
 
-def entry(class_bytes: int, kind: str, path: str, samples: int = 9, s_per_byte: float = 1e-9) -> Entry:
-    return Entry(
+def entry(class_bytes: int, kind: str, path: str, samples: int = 9, s_per_byte: float = 1e-9) -> CostEntry:
+    return CostEntry(
         class_bytes=class_bytes,
         kind=kind,  # type: ignore[arg-type]
         path=path,
@@ -141,7 +141,7 @@ def test_an_entry_that_cannot_be_is_refused(change: dict[str, float]) -> None:
         "s_per_byte": 1e-9,
     }
     with pytest.raises(InvalidArgument):
-        Entry(**{**values, **change})  # type: ignore[arg-type]
+        CostEntry(**{**values, **change})  # type: ignore[arg-type]
 
 
 # The report

@@ -29,11 +29,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.operators import describe, tensors_in, written_tensors
-from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import packing
 from penstock.runtime.devices.accelerator import AcceleratorDevice
 from penstock.runtime.devices.driver import Memory
+from penstock.runtime.offload_mode import OffloadMode
 from penstock.runtime.storage_methods import held_bytes, resize
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.spill import SpillSpace
@@ -369,7 +369,7 @@ class CheckedDriver:
             stream.synchronize()
 
     @contextlib.contextmanager
-    def marked(self, text: str) -> Iterator[None]:
+    def profiler_range(self, text: str) -> Iterator[None]:
         self.marks.append(text)
         yield
 
@@ -647,7 +647,7 @@ class _Kernels(TorchDispatchMode):
 
 
 class CheckedRun(NamedTuple):
-    clock: Clock
+    clock: OffloadMode
     engine: CopyEngine
     device: AcceleratorDevice
     driver: CheckedDriver
@@ -681,7 +681,7 @@ def checked_run(
         return drop(managed, storage)
 
     device.drop = told_drop  # type: ignore[method-assign]
-    clock = Clock(device, engine, smallest_bytes, variants=variants)
+    clock = OffloadMode(device, engine, smallest_bytes, variants=variants)
     with driver.mode:
         clock.start()
         try:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from penstock.checkpoint.header import Entry, decode, encode, header_bytes
+from penstock.checkpoint.header import TensorEntry, decode, encode, header_bytes
 from penstock.checkpoint.tensors import DTYPES, Stored
 from penstock.checkpoint.tree import flatten, unflatten
 
@@ -34,7 +34,7 @@ def file_of(stored: list[Stored], tree: str | None) -> bytes:
             item.tensor.is_contiguous() and len(item.tensor.view(-1).view(torch.uint8)) == item.tensor.nbytes
         )
         content = raw(item.tensor)
-        entries.append(Entry(item.name, item.dtype, item.shape, len(data), len(data) + len(content)))
+        entries.append(TensorEntry(item.name, item.dtype, item.shape, len(data), len(data) + len(content)))
         data += content
     file = encode(entries, tree=tree) + data
     assert {name for name, _ in deserialize(file)} == {item.name for item in stored}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 
-from penstock.checkpoint.header import ITEM_BYTES, Entry
+from penstock.checkpoint.header import ITEM_BYTES, TensorEntry
 from penstock.storage.checksum import crc32c
 
 FILE = "runs/last.safetensors"
 
 
-def laid_out(*tensors: tuple[str, str, tuple[int, ...]]) -> list[Entry]:
+def laid_out(*tensors: tuple[str, str, tuple[int, ...]]) -> list[TensorEntry]:
     """Entries one after the other, with checksums that tell them apart."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     end = 0
     for number, (name, dtype, shape) in enumerate(tensors):
         begin = end
@@ -20,7 +20,7 @@ def laid_out(*tensors: tuple[str, str, tuple[int, ...]]) -> list[Entry]:
         for length in shape:
             size *= length
         end += size
-        entries.append(Entry(name, dtype, shape, begin, end, (number + 1) * 0x01234567 & 0xFFFFFFFF))
+        entries.append(TensorEntry(name, dtype, shape, begin, end, (number + 1) * 0x01234567 & 0xFFFFFFFF))
     return entries
 
 

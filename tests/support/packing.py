@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.samples.manifest import Field, StoreManifest
 from penstock.samples.packing import FlushPolicy, pack_source
-from penstock.samples.progress import Recipe
+from penstock.samples.progress import PackingSettings
 from penstock.samples.sources import Block, RawSample, Source
 from tests.support import stores
 
@@ -89,8 +89,8 @@ class Seekable(Listed):
             raise self.error
 
 
-def recipe_of(source: Source, chunk_bytes: int = 4096, data_file_bytes: int = 1 << 40) -> Recipe:
-    return Recipe(
+def recipe_of(source: Source, chunk_bytes: int = 4096, data_file_bytes: int = 1 << 40) -> PackingSettings:
+    return PackingSettings(
         chunk_bytes=chunk_bytes,
         data_file_bytes=data_file_bytes,
         encoding=source.encoding,

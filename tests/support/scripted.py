@@ -149,11 +149,11 @@ class ScriptedDevice(Copies):
             del self.live["packed", managed.key]
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        packed = managed.writing
+        packed = managed.writing_packed
         assert packed or storage.nbytes() == managed.size_bytes, "copied out, and not there"
         self._begin(Pending(True, managed, storage, done, packed))
 
-    def prepare(
+    def prepare_copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
     ) -> bool:
         assert self.memory.in_arena or threading.get_ident() == self.kernels_thread
@@ -202,16 +202,16 @@ class ScriptedDevice(Copies):
         del self.live[managed.key]
         return True
 
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def finish_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if managed.key in self.stays_packed:
             self.stays_packed.remove(managed.key)
             return True
         was_packed = managed.key in self.packed
-        if not managed.writing:  # else they are read until they are written
+        if not managed.writing_packed:  # else they are read until they are written
             self.drop_packed(managed)
         return managed.clean or not was_packed
 
-    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+    def cancel_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         if managed.key in self.stays_packed:
             self.stays_packed.remove(managed.key)
             self.drop_packed(managed)

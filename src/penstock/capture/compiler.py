@@ -16,7 +16,7 @@ import torch
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule, Node
 
-from penstock.capture.division import CannotDivide, DivisibleGraph, Part, hint
+from penstock.capture.division import CannotDivide, DivisibleGraph, GraphPart, hint
 from penstock.errors import BudgetTooSmall
 from penstock.units import format_bytes_up, parse_bytes
 
@@ -190,7 +190,7 @@ def _run(run: Callable[[list[Any]], Any], inputs: list[Any], name: str) -> Any:
 def _compile_parts(
     compile_part: Callable[..., Any],
     graph: DivisibleGraph,
-    parts: list[Part],
+    parts: list[GraphPart],
     inputs: Sequence[Any],
     kwargs: dict[str, Any],
     name: str,

@@ -26,7 +26,7 @@ class CannotDivide(Exception):
     """Why a graph cannot be divided."""
 
 
-class Part(NamedTuple):
+class GraphPart(NamedTuple):
     """A part of a graph.
 
     module    what it runs
@@ -140,7 +140,7 @@ class DivisibleGraph:
 
     # -- dividing ------------------------------------------------------------------------------
 
-    def divide(self, part_bytes: int) -> list[Part]:
+    def divide(self, part_bytes: int) -> list[GraphPart]:
         """Parts that need at most so many bytes each, or are one kernel. Raises CannotDivide."""
         for node in self._module.graph.nodes:
             if node.meta.get("unbacked_bindings"):
@@ -195,7 +195,7 @@ class DivisibleGraph:
             end = last[1]
         return ends[::-1]
 
-    def _part(self, begin: int, end: int, returned: list[Node]) -> Part:
+    def _part(self, begin: int, end: int, returned: list[Node]) -> GraphPart:
         kernels = self._kernels[begin:end]
         inside = set(kernels)
         made = [value for value, maker in self._maker.items() if maker in inside]
@@ -231,7 +231,7 @@ class DivisibleGraph:
         output.meta["user_visible_output_idxs"] = [
             number for number, node in enumerate(outputs) if node in visible_nodes
         ]
-        return Part(GraphModule(self._module, graph), inputs, list(outputs), _modules_of(kernels))
+        return GraphPart(GraphModule(self._module, graph), inputs, list(outputs), _modules_of(kernels))
 
     def _sizes_for(self, nodes: Iterable[Node], inputs: Iterable[Node]) -> list[Node]:
         """The inputs of the whole graph that say what the symbols in the sizes of these nodes are."""

@@ -51,7 +51,7 @@ from penstock.checkpoint import reading
 from penstock.checkpoint.loading import fill_pairs, load
 from penstock.checkpoint.matching import Pair
 from penstock.checkpoint.saving import save
-from penstock.checkpoint.source import PathLike, Source, path_of
+from penstock.checkpoint.source import CheckpointSource, PathLike, path_of
 from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint
 
@@ -182,7 +182,7 @@ class Reader(_Directory, StorageReader):
             file, name = self._where[item.storage_index]
             by_file[file].append((name, item))
         for file, items in by_file.items():
-            with Source(self.directory / file) as source, torch.no_grad():
+            with CheckpointSource(self.directory / file) as source, torch.no_grad():
                 _read(source, items, planner)
         future: Future[None] = Future()
         future.set_result(None)
@@ -193,7 +193,7 @@ class Reader(_Directory, StorageReader):
         return (Path(checkpoint_id) / INDEX).is_file()
 
 
-def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPlanner) -> None:
+def _read(source: CheckpointSource, items: Sequence[tuple[str, ReadItem]], planner: LoadPlanner) -> None:
     """Give the planner what it wants of one file."""
     entries = reading.read_mapped(source, verify=False)
     saved = reading.state_of(source, entries, restride=False)
@@ -226,7 +226,7 @@ def _read(source: Source, items: Sequence[tuple[str, ReadItem]], planner: LoadPl
         planner.load_bytes(item, _checked_pickle(source, item, tensor))
 
 
-def _checked_pickle(source: Source, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
+def _checked_pickle(source: CheckpointSource, item: ReadItem, tensor: torch.Tensor) -> io.BytesIO:
     """What torch.distributed.checkpoint has pickled, if loading it executes nothing."""
     data = tensor.numpy().tobytes()
     try:

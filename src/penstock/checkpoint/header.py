@@ -84,7 +84,7 @@ _FILE = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _json = json.JSONDecoder()
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """The bytes [begin, end) of the data section, which are one tensor.
 
     dtype    safetensors' name, a key of `ITEM_BYTES`
@@ -111,7 +111,7 @@ class Reference(NamedTuple):
     """A tensor that lies in the data section of ``file``, beside this one."""
 
     file: str
-    entry: Entry
+    entry: TensorEntry
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Header:
     elsewhere             tensors in other files
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
     tree: str | None
     data_offset: int
@@ -135,7 +135,7 @@ class Header:
 
 
 def encode(
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     *,
     tree: str | None,
     metadata: Mapping[str, str] | None = None,
@@ -239,8 +239,8 @@ def decode(data: bytes, file_bytes: int, path: str | Path) -> Header:
     if _SUMS_KEY in metadata:
         sums = _numbers(_SUMS_KEY, metadata.pop(_SUMS_KEY), 2 * _DIGITS, count, path)
     pairs = iter(zip(checksums, sums, strict=True))
-    summed = tuple(Entry(*entry[:5], *next(pairs)) for entry in entries)
-    references = tuple(Reference(file, Entry(*entry[:5], *next(pairs))) for file, entry in elsewhere)
+    summed = tuple(TensorEntry(*entry[:5], *next(pairs)) for entry in entries)
+    references = tuple(Reference(file, TensorEntry(*entry[:5], *next(pairs))) for file, entry in elsewhere)
     return Header(summed, metadata, tree, length, True, references)
 
 
@@ -252,9 +252,9 @@ class _Text:
         self._path = path
         self._at = 0
 
-    def read(self) -> tuple[list[Entry], dict[str, str]]:
+    def read(self) -> tuple[list[TensorEntry], dict[str, str]]:
         """The entries by offset, and the metadata."""
-        entries: list[Entry] = []
+        entries: list[TensorEntry] = []
         metadata: dict[str, str] = {}
         for name in self._members("tensor"):
             if name != _METADATA:
@@ -266,7 +266,7 @@ class _Text:
         self._check_end()
         return sorted(entries, key=lambda entry: (entry.begin, entry.end)), metadata
 
-    def read_elsewhere(self, own: Sequence[Entry]) -> list[Reference]:
+    def read_elsewhere(self, own: Sequence[TensorEntry]) -> list[Reference]:
         """The tensors by file, none of which has the name of one of ``own``."""
         found = [
             Reference(file, self._entry(name))
@@ -304,7 +304,7 @@ class _Text:
             if self._take(_NEXT, ", or }")[1] == "}":
                 return
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         match = _ENTRY.match(self._text, self._at)
         if match is None or None in (found := match.groups()):
             seen = self._text[self._at : self._at + 160]
@@ -312,7 +312,7 @@ class _Text:
         self._at = match.end()
         dtype, sizes, begin, end = found
         shape = tuple(map(int, sizes.split(","))) if sizes else ()
-        return _checked(Entry(name, dtype, shape, int(begin), int(end)), self._path)
+        return _checked(TensorEntry(name, dtype, shape, int(begin), int(end)), self._path)
 
     def _string(self) -> str:
         if not self._text.startswith('"', self._at):
@@ -337,7 +337,7 @@ class _Text:
         )
 
 
-def _checked(entry: Entry, path: str | Path) -> Entry:
+def _checked(entry: TensorEntry, path: str | Path) -> TensorEntry:
     """``entry`` as torch holds it."""
     shape, item_bytes = entry.shape, ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
@@ -363,7 +363,7 @@ def _checked(entry: Entry, path: str | Path) -> Entry:
     return entry._replace(shape=shape)
 
 
-def _check_cover(entries: Sequence[Entry], data_bytes: int, path: str | Path) -> None:
+def _check_cover(entries: Sequence[TensorEntry], data_bytes: int, path: str | Path) -> None:
     """Entries, by offset, cover the data exactly."""
     end = 0
     for entry in entries:
@@ -408,7 +408,7 @@ def _described_elsewhere(elsewhere: Sequence[Reference]) -> str:
     return f"{{{','.join(files)}}}"
 
 
-def _described(entry: Entry) -> str:
+def _described(entry: TensorEntry) -> str:
     shape = (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.dtype == "F4" else entry.shape
     sizes = ",".join(map(str, shape))
     return (

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from penstock.checkpoint.header import Entry, Reference
+from penstock.checkpoint.header import Reference, TensorEntry
 from penstock.checkpoint.pieces import PIECE_BYTES, BufferPool
 from penstock.checkpoint.reading import host_bytes, is_on_host
 from penstock.checkpoint.tensors import Stored
@@ -31,7 +31,7 @@ _MOST_HELD = 2
 _MOST_FILES = 64
 
 
-def described(stored: Sequence[Stored]) -> list[Entry]:
+def described(stored: Sequence[Stored]) -> list[TensorEntry]:
     """An entry for each tensor, with checksum and sum, and its data as if it were alone."""
     on_host = all(is_on_host(item.tensor) for item in stored)
     chunk_bytes, pool = _CHUNK_BYTES if on_host else PIECE_BYTES, BufferPool(pinned=not on_host)
@@ -54,7 +54,7 @@ def described(stored: Sequence[Stored]) -> list[Entry]:
         crcs[number] = crc32c_combine(crcs[number], crc, size_bytes)
         sums[number] = (sums[number] + total) % _WORDS
     return [
-        Entry(item.name, item.dtype, item.shape, 0, item.tensor.nbytes, crc, total)
+        TensorEntry(item.name, item.dtype, item.shape, 0, item.tensor.nbytes, crc, total)
         for item, crc, total in zip(stored, crcs, sums, strict=True)
     ]
 
@@ -82,7 +82,7 @@ def _of_memory(address: int, size_bytes: int) -> tuple[int, int]:
 
 
 def unchanged(
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     known: Mapping[str, Reference],
     size_bytes: Mapping[str, int],
     refers_to: Mapping[str, frozenset[str]],
@@ -114,6 +114,6 @@ def unchanged(
     return {name: reference for name, reference in found.items() if reference.file in files}
 
 
-def _same(entry: Entry, old: Entry) -> bool:
+def _same(entry: TensorEntry, old: TensorEntry) -> bool:
     """Nothing but the place differs."""
     return entry._replace(begin=0, end=entry.size_bytes) == old._replace(begin=0, end=old.size_bytes)

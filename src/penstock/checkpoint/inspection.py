@@ -15,7 +15,7 @@ from penstock.checkpoint.header import DEVICES, FOR_TORCH
 from penstock.checkpoint.listing import referring_to
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.replace import replacing
-from penstock.checkpoint.source import PathLike, Source, place_of
+from penstock.checkpoint.source import CheckpointSource, PathLike, place_of
 from penstock.errors import InvalidArgument
 from penstock.storage.objects import is_object_url
 
@@ -73,7 +73,7 @@ def info(path: PathLike) -> CheckpointInfo:
     Raises CheckpointError where it cannot be read, InvalidCheckpoint where it is not a checkpoint or its
     header is damaged.
     """
-    with Source(path) as source:
+    with CheckpointSource(path) as source:
         return _info(source)
 
 
@@ -83,7 +83,7 @@ def verify(path: PathLike) -> CheckpointInfo:
     Returns what `info` does; where `checksummed` is False, only the file's structure was compared. Raises
     CheckpointError where it cannot be read, InvalidCheckpoint, with the tensors' names, where it is damaged.
     """
-    with Source(path) as source:
+    with CheckpointSource(path) as source:
         found = _info(source)
         if source.is_torch:
             from penstock.checkpoint import torchfile
@@ -96,7 +96,7 @@ def verify(path: PathLike) -> CheckpointInfo:
         return found
 
 
-def _info(source: Source) -> CheckpointInfo:
+def _info(source: CheckpointSource) -> CheckpointInfo:
     if source.is_torch:
         from penstock.checkpoint import torchfile
         from penstock.checkpoint.matching import named_tensors
@@ -157,7 +157,7 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
         raise InvalidArgument(
             f"{place} has tensors of {others[0]}, which could not be loaded any more: give another path"
         )
-    with Source(source) as opened:
+    with CheckpointSource(source) as opened:
         is_own = not opened.is_torch and opened.header.written_by_penstock and not opened.header.elsewhere
         if opened.is_object and is_own and isinstance(place, Path) and suffix in _OWN_SUFFIXES:
             _download(opened, place)
@@ -171,7 +171,7 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     return info(destination)
 
 
-def _download(source: Source, path: Path) -> None:
+def _download(source: CheckpointSource, path: Path) -> None:
     """Copy an object to a file as it is, whole or not at all. Raises CheckpointError."""
     from penstock.checkpoint import reading
 

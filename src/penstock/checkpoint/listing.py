@@ -17,7 +17,7 @@ from penstock.checkpoint.failures import cannot_read, cannot_write
 from penstock.checkpoint.header import Reference
 from penstock.checkpoint.remote import ObjectPath, failed
 from penstock.checkpoint.replace import remove_stale
-from penstock.checkpoint.source import PathLike, Source, path_of
+from penstock.checkpoint.source import CheckpointSource, PathLike, path_of
 from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError
 from penstock.storage.objects import Bucket, ObjectError, is_object_url
@@ -61,20 +61,24 @@ def ls(directory: PathLike) -> list[Saved]:
     return [look_at(folder.at(name))[0] for name in folder.identities()]
 
 
-def folder_of(directory: PathLike) -> Folder | Objects:
+def folder_of(directory: PathLike) -> CheckpointFolder | CheckpointObjects:
     """Raises InvalidArgument."""
-    return Objects(str(directory)) if is_object_url(directory) else Folder(path_of(directory))
+    return (
+        CheckpointObjects(str(directory))
+        if is_object_url(directory)
+        else CheckpointFolder(path_of(directory))
+    )
 
 
-def look_at(path: Path | ObjectPath) -> tuple[Saved, Source | None]:
-    """The checkpoint at ``path``, which has a name of `Folder.name_of`; where it is whole also its source,
-    closed.
+def look_at(path: Path | ObjectPath) -> tuple[Saved, CheckpointSource | None]:
+    """The checkpoint at ``path``, which has a name of `CheckpointFolder.name_of`; where it is whole also its
+    source, closed.
 
     Raises CheckpointError where the next attempt may well find it whole.
     """
     step = _step_of(path.name)
     try:
-        with Source(path) as source:
+        with CheckpointSource(path) as source:
             elsewhere = tuple(volume.source.path.name for volume in source.volumes[1:])
             tensor_bytes = sum(entry.size_bytes for entry in source.entries)
             return Saved(step, str(path), source.size_bytes, tensor_bytes, elsewhere), source
@@ -84,7 +88,7 @@ def look_at(path: Path | ObjectPath) -> tuple[Saved, Source | None]:
         return Saved(step, str(path), 0, problem=str(error)), None
 
 
-def references_to(source: Source) -> dict[str, Reference]:
+def references_to(source: CheckpointSource) -> dict[str, Reference]:
     """Its tensors by name, as another checkpoint of the same folder can refer to them."""
     return {
         entry.name: Reference(volume.source.path.name, entry)
@@ -100,8 +104,8 @@ def referring_to(path: Path) -> list[str]:
     return [each.path for each in ls(path.parent) if path.name in each.elsewhere]
 
 
-class Folder:
-    """A directory with checkpoints. `Objects` has the same methods."""
+class CheckpointFolder:
+    """A directory with checkpoints. `CheckpointObjects` has the same methods."""
 
     is_exclusive = True  # from `acquire` on nobody else removes anything
 
@@ -188,7 +192,7 @@ class Folder:
             os.close(lock)
 
 
-class Objects:
+class CheckpointObjects:
     """The checkpoints under a URL. A name is never used twice: two managers overwrite nothing of each
     other's, but one may remove what the other refers to."""
 
@@ -233,7 +237,7 @@ def _step_of(name: str) -> int:
 
 
 # A child of fork would keep the lock after its parent has ended.
-_held: weakref.WeakSet[Folder] = weakref.WeakSet()
+_held: weakref.WeakSet[CheckpointFolder] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:

@@ -19,7 +19,7 @@ from penstock.checkpoint.header import DEVICES
 from penstock.checkpoint.matching import Match, Pair
 from penstock.checkpoint.pieces import within_budget
 from penstock.checkpoint.reading import Mappings, is_on_host
-from penstock.checkpoint.source import PathLike, Source
+from penstock.checkpoint.source import CheckpointSource, PathLike
 from penstock.errors import (
     CheckpointError,
     DeviceUnavailable,
@@ -89,7 +89,7 @@ def _load(
     verify: bool,
     io: IoOptions | None,
 ) -> Any:
-    with Source(path, io) as source:
+    with CheckpointSource(path, io) as source:
         if source.is_object and mmap:
             raise InvalidArgument(f"{source.path} cannot be mapped: leave mmap out")
         if source.is_torch:
@@ -108,7 +108,7 @@ def _load(
 
 
 def _tensors(
-    source: Source, map_location: MapLocation, mmap: bool | None, mapped: bool, verify: bool
+    source: CheckpointSource, map_location: MapLocation, mmap: bool | None, mapped: bool, verify: bool
 ) -> list[torch.Tensor]:
     devices = _devices_of(source, map_location)
     first = [torch.device("cpu")] * len(devices) if callable(map_location) else devices
@@ -122,7 +122,9 @@ def _tensors(
     return [_placed(*each, map_location) for each in zip(tensors, devices, strict=True)]
 
 
-def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool) -> Any:
+def _load_torch(
+    source: CheckpointSource, map_location: MapLocation, mmap: bool | None, into: Any, verify: bool
+) -> Any:
     if verify:
         torchfile.verify(source)
     if into is None:
@@ -141,7 +143,7 @@ def _load_torch(source: Source, map_location: MapLocation, mmap: bool | None, in
         return match.take_over(saved, into)
 
 
-def _matched(source: Source, saved: Any, into: Any) -> Match:
+def _matched(source: CheckpointSource, saved: Any, into: Any) -> Match:
     match = Match(saved, into)
     if match.problems:
         raise InvalidArgument(
@@ -152,7 +154,7 @@ def _matched(source: Source, saved: Any, into: Any) -> Match:
 
 
 def fill_pairs(
-    source: Source,
+    source: CheckpointSource,
     pairs: Sequence[Pair],
     entries: Sequence[torch.Tensor],
     mapped: bool,
@@ -234,7 +236,7 @@ def _bytes_as_saved(pair: Pair) -> torch.Tensor | None:
     return in_order.view(-1).view(torch.uint8)
 
 
-def _log_foreign(source: Source) -> None:
+def _log_foreign(source: CheckpointSource) -> None:
     global _logged_foreign
     if not _logged_foreign:
         _logged_foreign = True
@@ -248,7 +250,7 @@ def _log_foreign(source: Source) -> None:
 # -- on which device each tensor comes back: what map_location means, as in torch.load --------------
 
 
-def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]:
+def _devices_of(source: CheckpointSource, map_location: MapLocation) -> list[torch.device]:
     """The device of each tensor, in the order of the entries; where ``map_location`` is a function, that
     on which it was saved."""
     saved = _saved_devices(source)
@@ -259,7 +261,7 @@ def _devices_of(source: Source, map_location: MapLocation) -> list[torch.device]
     return [chosen[location] for location in locations]
 
 
-def _saved_devices(source: Source) -> dict[str, str]:
+def _saved_devices(source: CheckpointSource) -> dict[str, str]:
     """By name, the devices of tensors that were not in the memory of the CPU."""
     try:
         devices = json.loads(source.header.metadata.get(DEVICES, "{}"))
@@ -284,7 +286,7 @@ def _placed(
     return moved.set_(storage, 0, tensor.shape, tensor.stride())
 
 
-def _chosen(source: Source, saved: str, map_location: Any) -> torch.device:
+def _chosen(source: CheckpointSource, saved: str, map_location: Any) -> torch.device:
     if isinstance(map_location, Mapping):
         map_location = map_location.get(saved)
     try:

@@ -17,7 +17,7 @@ from penstock.checkpoint.header import Reference
 from penstock.checkpoint.listing import Saved, folder_of, look_at, references_to
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.saving import Metadata, contents_of, save_in_background, save_now
-from penstock.checkpoint.source import PathLike, Source
+from penstock.checkpoint.source import CheckpointSource, PathLike
 from penstock.checkpoint.tensors import Stored
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.options import IoOptions
@@ -70,7 +70,7 @@ class Manager(files.Closing):
             # By name, in the order of their steps. Never changed in place: the background replaces it.
             self._saved: dict[str, Saved] = {}
             self._identities = self._folder.identities()
-            newest: Source | None = None
+            newest: CheckpointSource | None = None
             for name in self._identities:
                 found, source = look_at(self._folder.at(name))
                 if source is None:

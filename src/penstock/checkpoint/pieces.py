@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.checkpoint.failures import TIMEOUT_S
-from penstock.checkpoint.header import Entry
+from penstock.checkpoint.header import TensorEntry
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer, align_down
 from penstock.storage.checksum import crc32c_combine
@@ -28,7 +28,7 @@ FEW = 4  # transfers in flight, and buffers, inside a memory budget
 _CANCEL_TIMEOUT_S = 1.0  # the longest wait for cancelled transfers on a disk that hangs
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The bytes [offset, end) of the file, which belong to the tensor with the index ``entry``."""
 
     entry: int
@@ -40,15 +40,17 @@ class Part(NamedTuple):
         return self.end - self.offset
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """The bytes [offset, end) of the file, moved by one request, and the parts of tensors there, in order."""
 
     offset: int
     end: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
-def split(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 4096) -> Iterator[Piece]:
+def split(
+    entries: Sequence[TensorEntry], data_offset: int, alignment_bytes: int = 4096
+) -> Iterator[FilePiece]:
     """Split all tensors into pieces, in order. Each begins at a multiple of ``alignment_bytes``.
 
     entries       in order of `begin`, without gaps
@@ -63,11 +65,11 @@ def split(entries: Sequence[Entry], data_offset: int, alignment_bytes: int = 409
         while index < len(entries) and position < end:
             stop = min(data_offset + entries[index].end, end)
             if stop > position:
-                parts.append(Part(index, position, stop))
+                parts.append(TensorPart(index, position, stop))
                 position = stop
             if position == data_offset + entries[index].end:
                 index += 1
-        yield Piece(offset, end, tuple(parts))
+        yield FilePiece(offset, end, tuple(parts))
         offset = end
 
 
@@ -77,11 +79,11 @@ class Checksums:
     Every method may be called from any thread.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
         self._entries = entries
         self._parts: list[list[tuple[int, int, int]]] = [[] for _ in entries]
 
-    def add(self, part: Part, crc: int) -> None:
+    def add(self, part: TensorPart, crc: int) -> None:
         self._parts[part.entry].append((part.offset, part.size_bytes, crc))
 
     def of(self, index: int) -> int:

@@ -20,8 +20,16 @@ from typing import Any, cast
 import torch
 
 from penstock.checkpoint.failures import cannot_read, shown
-from penstock.checkpoint.pieces import DEPTH, BufferPool, Checksums, Part, Piece, run_transfers, split
-from penstock.checkpoint.source import Source, Volume
+from penstock.checkpoint.pieces import (
+    DEPTH,
+    BufferPool,
+    Checksums,
+    FilePiece,
+    TensorPart,
+    run_transfers,
+    split,
+)
+from penstock.checkpoint.source import CheckpointSource, Volume
 from penstock.checkpoint.tensors import DTYPES
 from penstock.checkpoint.tree import unflatten
 from penstock.errors import InvalidCheckpoint
@@ -40,20 +48,20 @@ from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.threads import ThreadPool, in_order, in_parallel
 from penstock.storage.transfer import Transfer
 
-# Where the bytes of a tensor, given by its index in `Source.entries`, are wanted: one-dimensional bytes
-# without gaps, on any device, or None where they are only to be verified. Called from several threads, not
-# at once.
+# Where the bytes of a tensor, given by its index in `CheckpointSource.entries`, are wanted: one-dimensional
+# bytes without gaps, on any device, or None where they are only to be verified. Called from several
+# threads, not at once.
 Destination = Callable[[int], torch.Tensor | None]
 
 
-def map_file(source: Source) -> MappedFile:
+def map_file(source: CheckpointSource) -> MappedFile:
     try:
         return MappedFile(source.file.buffered, source.size_bytes)
     except OSError as error:
         raise cannot_read(source.path, error) from error
 
 
-def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
+def read_mapped(source: CheckpointSource, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, as copy-on-write views of the page cache.
 
     Raises as `fill`.
@@ -68,7 +76,7 @@ def read_mapped(source: Source, verify: bool = True) -> list[torch.Tensor]:
     return tensors
 
 
-def unread(source: Source) -> list[torch.Tensor]:
+def unread(source: CheckpointSource) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, of zeros that take no memory until they are written to."""
     tensors = []
     for volume in source.volumes:
@@ -78,7 +86,7 @@ def unread(source: Source) -> list[torch.Tensor]:
     return tensors
 
 
-def read_own(source: Source, verify: bool = True) -> list[torch.Tensor]:
+def read_own(source: CheckpointSource, verify: bool = True) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, in memory of their own. Raises as `fill`."""
     return [tensor for volume in source.volumes for tensor in _read_own(volume, verify)]
 
@@ -91,10 +99,10 @@ def _read_own(volume: Volume, verify: bool) -> list[torch.Tensor]:
     verify = verify and source.header.written_by_penstock
     pieces = tuple(_pieces(volume))
 
-    def take(piece: Piece) -> tuple[int, OwnMemory]:
+    def take(piece: FilePiece) -> tuple[int, OwnMemory]:
         return memory.address + piece.offset - begin, memory
 
-    def use(piece: Piece, address: int) -> None:
+    def use(piece: FilePiece, address: int) -> None:
         for part in piece.parts if verify else ():
             checksums.add(part, crc32c_at(address + part.offset - piece.offset, part.size_bytes))
 
@@ -107,7 +115,7 @@ def _read_own(volume: Volume, verify: bool) -> list[torch.Tensor]:
     return _tensors(volume, memory, begin)
 
 
-def _own_memory(source: Source, begin: int, *, reserved: bool = True) -> OwnMemory:
+def _own_memory(source: CheckpointSource, begin: int, *, reserved: bool = True) -> OwnMemory:
     try:
         return OwnMemory(source.size_bytes - begin, reserved=reserved)
     except OSError as error:
@@ -115,7 +123,7 @@ def _own_memory(source: Source, begin: int, *, reserved: bool = True) -> OwnMemo
 
 
 def read_to(
-    source: Source, devices: Sequence[torch.device], mapped: bool, verify: bool = True
+    source: CheckpointSource, devices: Sequence[torch.device], mapped: bool, verify: bool = True
 ) -> list[torch.Tensor]:
     """The tensors, in the order of the entries, each on a device of its own, in memory that torch allocates
     once their bytes are there: inside a run, those before them may have left by then. Raises as `fill`."""
@@ -129,7 +137,7 @@ def read_to(
     return [made(index) for index in range(len(devices))]
 
 
-def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = True) -> Any:
+def state_of(source: CheckpointSource, tensors: Sequence[torch.Tensor], restride: bool = True) -> Any:
     """The state that the tensors, in the order of the entries, make up.
 
     restride   False copies nothing: what had its dimensions in another order is a view
@@ -143,12 +151,12 @@ def state_of(source: Source, tensors: Sequence[torch.Tensor], restride: bool = T
     return unflatten(header.tree, by_name, str(source.path), restride=restride)
 
 
-def verify_all(source: Source) -> None:
+def verify_all(source: CheckpointSource) -> None:
     """Read all tensors, and compare all checksums. Raises as `fill`."""
     fill(source, _nowhere, source.is_cached)
 
 
-def copy_to(source: Source, descriptor: int) -> None:
+def copy_to(source: CheckpointSource, descriptor: int) -> None:
     """Write the file as it is to an open one, and compare all checksums. Not for increments.
 
     Raises as `fill`, and OSError where it cannot be written.
@@ -156,7 +164,7 @@ def copy_to(source: Source, descriptor: int) -> None:
     (volume,) = source.volumes
     checksums = Checksums(source.header.entries)
 
-    def use(piece: Piece, address: int) -> None:
+    def use(piece: FilePiece, address: int) -> None:
         for part in piece.parts:
             checksums.add(part, crc32c_at(address + part.offset - piece.offset, part.size_bytes))
         # What is before the first piece is the header, which has its own checksum.
@@ -174,7 +182,7 @@ def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def fill(
-    source: Source,
+    source: CheckpointSource,
     destination: Destination,
     mapped: bool,
     verify: bool = True,
@@ -219,14 +227,14 @@ def _fill(
     source, header, lock = volume.source, volume.source.header, threading.Lock()
     checksums = Checksums(header.entries)
 
-    def use(piece: Piece, address: int) -> None:
+    def use(piece: FilePiece, address: int) -> None:
         for part in piece.parts:
             with lock:
                 to = destination(part.entry)
             begin = part.offset - header.data_offset - header.entries[part.entry].begin
             checksums.add(part, _copy(part, address + part.offset - piece.offset, begin, to))
 
-    def bring_in(piece: Piece) -> None:
+    def bring_in(piece: FilePiece) -> None:
         assert mapped is not None
         try:
             mapped.populate(piece.offset, piece.end)
@@ -245,7 +253,7 @@ def _fill(
         _raise_damaged(source, checksums.damaged(volume.indexes))
 
 
-def _pieces(volume: Volume) -> Iterator[Piece]:
+def _pieces(volume: Volume) -> Iterator[FilePiece]:
     """Of the file, those with anything of the volume's tensors, and the parts that are of these."""
     source, wanted = volume.source, frozenset(volume.indexes)
     for piece in split(source.header.entries, source.header.data_offset, source.file.alignment_bytes):
@@ -257,7 +265,7 @@ def _nowhere(_: int) -> None:
     """A `Destination`."""
 
 
-def _copy(part: Part, address: int, begin: int, to: torch.Tensor | None) -> int:
+def _copy(part: TensorPart, address: int, begin: int, to: torch.Tensor | None) -> int:
     """Copy ``part``, which lies at ``address``, to byte ``begin`` of ``to``; give its checksum."""
     if to is None:
         return crc32c_at(address, part.size_bytes)
@@ -269,11 +277,14 @@ def _copy(part: Part, address: int, begin: int, to: torch.Tensor | None) -> int:
 
 
 def _read_through(
-    pool: BufferPool, source: Source, pieces: Iterator[Piece], use: Callable[[Piece, int], None]
+    pool: BufferPool,
+    source: CheckpointSource,
+    pieces: Iterator[FilePiece],
+    use: Callable[[FilePiece, int], None],
 ) -> None:
     """As `_read`, into the pool's buffers."""
 
-    def take(_: Piece) -> tuple[int, object]:
+    def take(_: FilePiece) -> tuple[int, object]:
         buffer = pool.take()
         return buffer.address, buffer
 
@@ -281,10 +292,10 @@ def _read_through(
 
 
 def _read(
-    source: Source,
-    pieces: Iterator[Piece],
-    take: Callable[[Piece], tuple[int, Any]],
-    use: Callable[[Piece, int], None],
+    source: CheckpointSource,
+    pieces: Iterator[FilePiece],
+    take: Callable[[FilePiece], tuple[int, Any]],
+    use: Callable[[FilePiece, int], None],
     give: Callable[[Any], None],
     depth: int | None = None,
 ) -> None:
@@ -295,13 +306,13 @@ def _read(
     give    called with its memory afterwards
     """
 
-    def to_read(piece: Piece) -> Transfer:
+    def to_read(piece: FilePiece) -> Transfer:
         address, memory = take(piece)
         size_bytes = piece.end - piece.offset
         return Transfer("read", source.file, piece.offset, address, size_bytes, keep=(piece, memory))
 
     def done(transfer: Transfer) -> None:
-        piece, memory = cast("tuple[Piece, Any]", transfer.keep)
+        piece, memory = cast("tuple[FilePiece, Any]", transfer.keep)
         if transfer.error_number:
             raise source.failure(transfer.error_number, piece.offset, _names(source, piece))
         use(piece, transfer.address)
@@ -330,7 +341,7 @@ def _tensor_of(part: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return data.view(dtype).view(shape)
 
 
-def _raise_damaged(source: Source, damaged: list[str]) -> None:
+def _raise_damaged(source: CheckpointSource, damaged: list[str]) -> None:
     if damaged:
         raise InvalidCheckpoint(
             f"{source.path} is damaged: the checksum of {shown(damaged)} is not the one that was saved. "
@@ -338,7 +349,7 @@ def _raise_damaged(source: Source, damaged: list[str]) -> None:
         )
 
 
-def _names(source: Source, piece: Piece) -> str:
+def _names(source: CheckpointSource, piece: FilePiece) -> str:
     return shown([source.header.entries[part.entry].name for part in piece.parts])
 
 

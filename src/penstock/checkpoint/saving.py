@@ -19,12 +19,12 @@ import torch.distributed as dist
 from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle, Snapshot
 from penstock.checkpoint.failures import cannot_write, os_error
-from penstock.checkpoint.header import DEVICES, FOR_TORCH, Entry, Reference, encode
+from penstock.checkpoint.header import DEVICES, FOR_TORCH, Reference, TensorEntry, encode
 from penstock.checkpoint.pieces import (
     PIECE_BYTES,
     BufferPool,
     Checksums,
-    Piece,
+    FilePiece,
     PinnedBuffer,
     io_path,
     run_transfers,
@@ -51,7 +51,8 @@ PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
 _MOST_BYTES = 4096  # of what a rank tells
 
 Metadata: TypeAlias = Mapping[str, str] | None
-_Gathered: TypeAlias = tuple[Piece, int, AlignedBuffer | PinnedBuffer]  # its bytes are there, in the buffer
+# Its bytes are there, in the buffer.
+_Gathered: TypeAlias = tuple[FilePiece, int, AlignedBuffer | PinnedBuffer]
 
 
 @overload
@@ -276,7 +277,7 @@ class Contents:
     """
 
     tensors: tuple[torch.Tensor, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     tree: str
     metadata: dict[str, str]
     elsewhere: tuple[Reference, ...]
@@ -300,7 +301,7 @@ class Contents:
 
 
 def _encoded(
-    entries: Sequence[Entry], tree: str, metadata: Mapping[str, str], elsewhere: Sequence[Reference]
+    entries: Sequence[TensorEntry], tree: str, metadata: Mapping[str, str], elsewhere: Sequence[Reference]
 ) -> bytes:
     return encode(entries, tree=tree, metadata=metadata, alignment_bytes=PAGE_BYTES, elsewhere=elsewhere)
 
@@ -326,7 +327,7 @@ def contents_of(
     entries, end = [], 0
     for item in ordered:
         begin, end = end, end + item.tensor.nbytes
-        entries.append(Entry(item.name, item.dtype, item.shape, begin, end, None, sums.get(item.name)))
+        entries.append(TensorEntry(item.name, item.dtype, item.shape, begin, end, None, sums.get(item.name)))
     # In the order of the files, which the header groups them by.
     others = tuple(sorted(references.values(), key=lambda reference: reference.file))
     header_bytes = len(_encoded(entries, tree, own, others))
@@ -361,7 +362,7 @@ def _write_through(
     _write(_Gathering(contents, checksums, gathered()), replacement, way, pool.give)
 
 
-def _wanted_first(snapshot: Snapshot, pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _wanted_first(snapshot: Snapshot, pieces: Iterable[FilePiece]) -> Iterator[FilePiece]:
     """All pieces: in order, but first those of tensors that somebody waits to write to."""
     waiting = dict(enumerate(pieces))
     of: dict[int, set[int]] = {}  # by tensor
@@ -512,7 +513,7 @@ def _write(
 
 
 def _gather(
-    contents: Contents, piece: Piece, address: int, checksums: Checksums, snapshot: Snapshot | None = None
+    contents: Contents, piece: FilePiece, address: int, checksums: Checksums, snapshot: Snapshot | None = None
 ) -> None:
     """Copy the tensors' bytes of ``piece`` to ``address``."""
     for part in piece.parts:

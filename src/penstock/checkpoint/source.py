@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.checkpoint.failures import cannot_read, os_error, shown
-from penstock.checkpoint.header import Entry, Header, decode, header_bytes
+from penstock.checkpoint.header import Header, TensorEntry, decode, header_bytes
 from penstock.checkpoint.pieces import io_path
 from penstock.checkpoint.remote import ObjectPath, OpenObject
 from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint, with_errno
@@ -92,11 +92,11 @@ class _OpenPath(files.Closing):
 class Volume(NamedTuple):
     """A file that holds tensors of a checkpoint: the entries of its header with these indexes."""
 
-    source: Source
+    source: CheckpointSource
     indexes: Sequence[int]
 
 
-class Source(files.Closing):
+class CheckpointSource(files.Closing):
     """A checkpoint, open for reading. A context manager.
 
     is_object   it lies at a URL, and cannot be mapped
@@ -111,7 +111,7 @@ class Source(files.Closing):
         """``io``: says by which I/O path a file is read past the page cache; see `io_path`."""
         self.path, self._io = path if isinstance(path, ObjectPath) else place_of(path), io
         self.is_object = isinstance(self.path, ObjectPath)
-        self._others: list[Source] = []
+        self._others: list[CheckpointSource] = []
         self._open: OpenObject | _OpenPath
         if isinstance(self.path, ObjectPath):
             self._open = OpenObject(self.path, io)
@@ -163,21 +163,21 @@ class Source(files.Closing):
 
         Raises InvalidCheckpoint where one of them is not there, or does not hold what is wanted of it.
         """
-        wanted: dict[str, list[Entry]] = {}
+        wanted: dict[str, list[TensorEntry]] = {}
         for file, entry in self.header.elsewhere:
             wanted.setdefault(file, []).append(entry)
         own = Volume(self, range(len(self.header.entries)))
         return own, *(self._volume(file, entries) for file, entries in wanted.items())
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorEntry]:
         """All tensors, in the order of the volumes. They lie in the data section of their volume's file."""
         return [volume.source.header.entries[i] for volume in self.volumes for i in volume.indexes]
 
-    def _volume(self, file: str, wanted: Sequence[Entry]) -> Volume:
+    def _volume(self, file: str, wanted: Sequence[TensorEntry]) -> Volume:
         path = self._open.sibling(file)
         try:
-            other = Source(path, self._io, follow_links=False)
+            other = CheckpointSource(path, self._io, follow_links=False)
             self._others.append(other)
             held = {entry: index for index, entry in enumerate(other.header.entries)}
         except CheckpointError as error:
@@ -190,7 +190,7 @@ class Source(files.Closing):
             raise self._not_whole(missing, f"are not in {path} as they were: it is another file by now")
         return Volume(other, [held[entry] for entry in wanted])
 
-    def _not_whole(self, entries: Sequence[Entry], problem: str) -> InvalidCheckpoint:
+    def _not_whole(self, entries: Sequence[TensorEntry], problem: str) -> InvalidCheckpoint:
         names = shown([entry.name for entry in entries])
         return InvalidCheckpoint(
             f"{self.path} is not whole: its tensors {names} {problem}. Put that file back, or load another "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.failures import cannot_read
-from penstock.checkpoint.source import Source
+from penstock.checkpoint.source import CheckpointSource
 from penstock.errors import CheckpointError, DeviceUnavailable, InvalidCheckpoint
 from penstock.storage.threads import in_parallel
 
@@ -23,7 +23,7 @@ _NOT_A_ZIP = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError,
 _REFUSED = re.compile(r"Unsupported (?:global: GLOBAL|class|operand) (\S+)")
 
 
-def load(source: Source, map_location: Any = None, mmap: bool | None = None) -> Any:
+def load(source: CheckpointSource, map_location: Any = None, mmap: bool | None = None) -> Any:
     """What torch.load makes of the file; code in it is not run.
 
     Raises CheckpointError, DeviceUnavailable, or InvalidCheckpoint where torch refuses the file.
@@ -51,20 +51,20 @@ def load(source: Source, map_location: Any = None, mmap: bool | None = None) -> 
         raise InvalidCheckpoint(f"{source.path} cannot be loaded: {_why(text, type(error))}") from error
 
 
-def _is_other_zip(source: Source) -> bool:
+def _is_other_zip(source: CheckpointSource) -> bool:
     """Whether it is a whole zip file without what each of torch.save has, such as a file of numpy.savez."""
     with contextlib.suppress(CheckpointError, InvalidCheckpoint), _members(source) as members:
         return not any(re.search(r"(^|/)(data\.pkl|constants\.pkl)$", name) for name in members.namelist())
     return False
 
 
-def has_checksums(source: Source) -> bool:
+def has_checksums(source: CheckpointSource) -> bool:
     """False where torch was told to compute none (torch.serialization.set_crc32_options)."""
     with _members(source) as members:
         return any(member.CRC for member in members.infolist())
 
 
-def verify(source: Source) -> None:
+def verify(source: CheckpointSource) -> None:
     """Read the file whole and compare the checksums that the zip format has, if there are any.
 
     Raises CheckpointError, or InvalidCheckpoint with the name of a damaged member.
@@ -76,7 +76,7 @@ def verify(source: Source) -> None:
 
 
 @contextlib.contextmanager
-def _members(source: Source) -> Iterator[zipfile.ZipFile]:
+def _members(source: CheckpointSource) -> Iterator[zipfile.ZipFile]:
     """The file as a zip file. Raises CheckpointError, also where the caller's reads fail."""
     try:
         with os.fdopen(os.dup(source.file.buffered), "rb") as file, zipfile.ZipFile(file) as members:
@@ -89,7 +89,7 @@ def _members(source: Source) -> Iterator[zipfile.ZipFile]:
         raise InvalidCheckpoint(f"{source.path} is damaged: {error}. Load another copy.") from error
 
 
-def _read_member(source: Source, members: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+def _read_member(source: CheckpointSource, members: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     try:
         with members.open(member) as data:
             while data.read(_PIECE_BYTES):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import penstock
 from penstock.cli.output import Answer, Table, load, user_file_errors, writing
-from penstock.cli.training import Training, first_batch, load_script, new_folder
+from penstock.cli.training import ScriptTraining, first_batch, load_script, new_folder
 from penstock.core.hardware import Hardware
 from penstock.errors import InvalidArgument
 from penstock.planners.batch_sizes import BatchSize, BatchSizes
@@ -25,7 +25,7 @@ MEANINGS = {
 }
 
 
-class Measured(NamedTuple):
+class BatchCost(NamedTuple):
     """What steps of a size took: seconds, and the most device bytes in use."""
 
     step_s: float
@@ -41,7 +41,7 @@ def batch(options: Namespace) -> Answer:
     build = load_script(options.script)
 
     @functools.cache
-    def fake() -> tuple[Training, Any]:
+    def fake() -> tuple[ScriptTraining, Any]:
         training = build()
         return training, first_batch(training)
 
@@ -64,7 +64,7 @@ def batch(options: Namespace) -> Answer:
             time_limit_s=options.time_limit,
         )
         named = {name: size for name in MEANINGS if (size := getattr(found, name)) is not None}
-        measured: dict[int, Measured] = {}
+        measured: dict[int, BatchCost] = {}
         if options.run:
             device = next((parameter.device for parameter in fake()[0].model.parameters()), "cpu")
             for size in sorted({size.samples for size in named.values()}):
@@ -82,12 +82,12 @@ def batch(options: Namespace) -> Answer:
 
 
 def _run(
-    build: Callable[[], Training],
+    build: Callable[[], ScriptTraining],
     samples: int,
     hardware: Hardware,
     options: Namespace,
     device: str,
-) -> Measured:
+) -> BatchCost:
     with (
         user_file_errors(),
         penstock.offload(
@@ -100,10 +100,10 @@ def _run(
             with offload.step():
                 training.step(given)
         report = offload.report()
-    return Measured(report.step_s, report.peak_bytes)
+    return BatchCost(report.step_s, report.peak_bytes)
 
 
-def _values(size: BatchSize, measured: Measured | None) -> dict[str, Any]:
+def _values(size: BatchSize, measured: BatchCost | None) -> dict[str, Any]:
     names = ("samples", "minimum_bytes", "peak_bytes", "in_memory_s", "step_s", "sample_s", "reason")
     values = {name: getattr(size, name) for name in names}
     if measured is not None:
@@ -111,7 +111,7 @@ def _values(size: BatchSize, measured: Measured | None) -> dict[str, Any]:
     return values
 
 
-def _table(found: BatchSizes, measured: dict[int, Measured]) -> Table:
+def _table(found: BatchSizes, measured: dict[int, BatchCost]) -> Table:
     columns: tuple[str, ...] = ("batch", "minimum", "in memory", "step", "of in memory", "a sample")
     rows = []
     for size in found.tried:

@@ -59,7 +59,7 @@ RETURNED: tuple[tuple[str, Any, str], ...] = (
 WANTED = ", ".join(name for name, *_ in RETURNED)
 
 
-class Training(NamedTuple):
+class ScriptTraining(NamedTuple):
     """What a script builds. ``loss(model, batch)`` is the scalar to minimise."""
 
     model: torch.nn.Module
@@ -91,7 +91,7 @@ class Training(NamedTuple):
         return loss
 
 
-def load_script(script: str) -> Callable[[], Training]:
+def load_script(script: str) -> Callable[[], ScriptTraining]:
     """The function that builds what ``SCRIPT.py:build`` says. The script's own errors pass through."""
     file, colon, name = script.rpartition(":")
     if not colon or not file or not name:
@@ -113,7 +113,7 @@ def load_script(script: str) -> Callable[[], Training]:
     return lambda: _checked(build(), f"{name}() in {file}")
 
 
-def _checked(built: Any, who: str) -> Training:
+def _checked(built: Any, who: str) -> ScriptTraining:
     if not isinstance(built, tuple) or len(built) != 4:
         what = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
         raise InvalidArgument(f"{who} returned {what}: return ({WANTED})")
@@ -124,10 +124,10 @@ def _checked(built: Any, who: str) -> Training:
     ]
     if wrong:
         raise InvalidArgument(f"{who} returned something else: {'; '.join(wrong)}. Return ({WANTED})")
-    return Training(*built)
+    return ScriptTraining(*built)
 
 
-def first_batch(training: Training) -> Any:
+def first_batch(training: ScriptTraining) -> Any:
     for batch in training.batches:
         return batch
     raise InvalidArgument("batches is empty: give at least one batch")
@@ -212,7 +212,7 @@ def _check_device(model: torch.nn.Module, wanted: str) -> None:
         raise InvalidArgument(f"the model is on {', '.join(sorted(found))}: say so with --device")
 
 
-def _train(offload: Offload, training: Training, steps: int | None) -> Iterator[float]:
+def _train(offload: Offload, training: ScriptTraining, steps: int | None) -> Iterator[float]:
     """Train, and yield the loss of each step."""
     total = steps if steps is not None else getattr(training.batches, "__len__", lambda: None)()
     divided = partial(offload.accumulate, blocks=training.model)

@@ -78,7 +78,7 @@ def encoded(value: Any) -> bytes:
 def decoded(kind: type[Value], data: bytes, name: str) -> Value:
     """The ``kind`` in what `encoded` gave. Raises InvalidFile, with ``name``, where it is something else."""
     try:
-        source = Source(msgspec.json.decode(data, type=_Named).schema, data)
+        source = FileText(msgspec.json.decode(data, type=_Named).schema, data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{name} is not JSON that names its schema: {error}") from error
     return value(kind, source, name)
@@ -177,14 +177,14 @@ def sync_folder(folder: Path) -> None:
                 raise
 
 
-class Source(NamedTuple):
+class FileText(NamedTuple):
     """A file's JSON text, unpacked, and the schema that it names."""
 
     schema: str
     data: bytes
 
 
-def read(path: str | Path) -> Source:
+def read(path: str | Path) -> FileText:
     """The text of ``path`` and its schema.
 
     Raises InvalidFile where it is cut, is larger than `MOST_TEXT_BYTES`, is not a regular file or names no
@@ -199,7 +199,7 @@ def read(path: str | Path) -> Source:
             if len(data) > MOST_TEXT_BYTES:
                 much = f"more than {MOST_TEXT_BYTES >> 20} MiB of text{' once unpacked' * is_packed}"
                 raise InvalidFile(f"{path} holds {much}: no file of penstock is so large. Give another one")
-            return Source(msgspec.json.decode(data, type=_Named).schema, data)
+            return FileText(msgspec.json.decode(data, type=_Named).schema, data)
         except (
             msgspec.MsgspecError,
             RecursionError,
@@ -229,7 +229,7 @@ def load(kind: type[Value], path: str | Path) -> Value:
     return value(kind, read(path), path)
 
 
-def value(kind: type[Value], source: Source, path: str | Path) -> Value:
+def value(kind: type[Value], source: FileText, path: str | Path) -> Value:
     """The ``kind`` in what was read from ``path``."""
     name, _, version = source.schema.partition("/")
     wanted, _, now = _schema(kind).partition("/")
@@ -251,7 +251,7 @@ def value(kind: type[Value], source: Source, path: str | Path) -> Value:
         raise InvalidFile(f"{path} is not a penstock {kind.__name__.lower()} file: {error}") from error
 
 
-class Saved:
+class Saveable:
     """A value that can be saved."""
 
     def save(self, path: str | Path) -> None:

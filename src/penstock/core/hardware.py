@@ -24,7 +24,7 @@ CODERS = ("compress", "expand")  # have rates as links do
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware(files.Saved):
+class Hardware(files.Saveable):
     """Capacities in bytes, rates in bytes per second, latencies in seconds.
 
     On a CPU the device is the RAM budget. The host is memory beside it, where there is such a tier

@@ -18,7 +18,7 @@ from penstock.core.trace import Trace, within_budget
 NEVER, FIRST, EVERY = range(3)  # iterations in which an eviction writes a copy
 
 
-class Rows(NamedTuple):
+class EvictionColumns(NamedTuple):
     """Evictions as columns, [E] each. `kind` numbers the pairs of tier and codec; `moved_bytes` is what
     the links and the tier carry."""
 
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     moved_bytes: IntArray
 
 
-def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
+def rows_of(trace: Trace, evictions: Sequence[Evict]) -> EvictionColumns:
     kinds: dict[tuple[str, str], int] = {}
     rows = [(e.tensor, e.after, e.begin, e.end, e.prefetch_at) for e in evictions]
     tensor, after, begin, end, prefetch_at = np.array(rows, dtype=np.int64).reshape(-1, 5).T
@@ -40,7 +40,7 @@ def rows_of(trace: Trace, evictions: Sequence[Evict]) -> Rows:
     compressed = np.array([evict.codec != "raw" for evict in evictions], dtype=np.bool_)
     moved = np.where(compressed, trace.packed_bytes[tensor], trace.tensor_bytes[tensor])
     kind = np.array(number, dtype=np.int64)
-    return Rows(tensor, after, begin, end, prefetch_at, kind, compressed, moved)
+    return EvictionColumns(tensor, after, begin, end, prefetch_at, kind, compressed, moved)
 
 
 def held_bytes(trace: Trace) -> IntArray:
@@ -282,14 +282,14 @@ def spread(count: int, begin: IntArray, end: IntArray, value: IntArray) -> IntAr
     return total[:count] + total[count:]
 
 
-def _starts(rows: Rows, order: IntArray) -> BoolArray:
+def _starts(rows: EvictionColumns, order: IntArray) -> BoolArray:
     """Where in ``order``, which goes by tensor and kind, another tensor or kind begins."""
     starts = np.ones(len(order), dtype=np.bool_)
     starts[1:] = (np.diff(rows.tensor[order]) != 0) | (np.diff(rows.kind[order]) != 0)
     return starts
 
 
-def _sources(trace: Trace, rows: Rows) -> tuple[IntArray, BoolArray]:
+def _sources(trace: Trace, rows: EvictionColumns) -> tuple[IntArray, BoolArray]:
     """[E] what `copy_sources` says, and whether that copy is one of the iteration before."""
     total = len(rows.tensor)
     if not total:
@@ -321,7 +321,7 @@ def _sources(trace: Trace, rows: Rows) -> tuple[IntArray, BoolArray]:
     return sources, lates
 
 
-def _transient_bytes(trace: Trace, evicted: Rows, recomputed: IntArray) -> IntArray:
+def _transient_bytes(trace: Trace, evicted: EvictionColumns, recomputed: IntArray) -> IntArray:
     """[R] bytes of the other outputs of the kernel that recomputes each tensor that are not there."""
     at = recomputed[:, 2] % trace.kernels
     row, tensor = trace.outputs.select(trace.tensor_recompute[recomputed[:, 0]])

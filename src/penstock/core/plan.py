@@ -54,7 +54,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(files.Saved):
+class Plan(files.Saveable):
     """The decisions for one iteration.
 
     policy                 name in penstock.planners.POLICIES

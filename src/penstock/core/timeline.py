@@ -47,7 +47,7 @@ class Stall(NamedTuple):
     kernel: int
 
 
-class Sample(NamedTuple):
+class MemorySample(NamedTuple):
     """From ``time_s`` on, ``size_bytes`` are in use, until the next sample."""
 
     time_s: float
@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline(files.Saved):
+class Timeline(files.Saveable):
     """One iteration over time, from 0 to `iteration_s`.
 
     spans    compute and every link
@@ -66,7 +66,7 @@ class Timeline(files.Saved):
 
     iteration_s: float
     spans: tuple[Span, ...] = ()
-    memory: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    memory: Mapping[str, tuple[MemorySample, ...]] = field(default_factory=dict)
     stalls: tuple[Stall, ...] = ()
     source: str = "simulated"
 

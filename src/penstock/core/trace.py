@@ -67,7 +67,7 @@ class Periods:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace(files.Saved):
+class Trace(files.Saveable):
     """One iteration: K kernels in execution order and T tensors.
 
     A tensor is a storage: views are uses of it. Indices of kernels are half-open: a tensor

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from penstock._native import RankProgress, Stage
-from penstock.distributed.segment import Segment
+from penstock.distributed.segment import SharedSegment
 from penstock.errors import DistributedError, InvalidArgument
 from penstock.runtime.devices.driver import Driver
 from penstock.units import format_bytes, format_seconds
@@ -58,7 +58,7 @@ _WHY = {
 }
 
 
-class Copies:
+class GradientCopies:
     """Copies to the shared memory and back: for an accelerator, on a stream of their own.
 
     driver   of the accelerator; None: tensors are in host memory, and copies are synchronous
@@ -159,12 +159,12 @@ class Exchange:
         self.latest: Average
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._names = [dist.get_global_rank(group, rank) for rank in range(self._ranks)]
-        copies = self._copies = Copies(driver)
+        copies = self._copies = GradientCopies(driver)
         self._timeout_s = timeout_s
         header_bytes = -(-RankProgress.bytes(self._ranks) // 4096) * 4096
         # Each rank's slots, and those of the results.
         cells = (self._ranks + 1, RankProgress.depth, piece_bytes)
-        self._segment = Segment(group, header_bytes + int(np.prod(cells)))
+        self._segment = SharedSegment(group, header_bytes + int(np.prod(cells)))
         whole = torch.from_numpy(np.frombuffer(self._segment.memory, np.uint8))
         copies.lock(whole.data_ptr(), whole.nbytes)
         self._progress = RankProgress(whole.data_ptr(), self._ranks, self._rank, self._segment.watched)
@@ -320,8 +320,8 @@ def _stop(
     progress: RankProgress,
     tensors: queue.SimpleQueue[Average | None],
     thread: threading.Thread,
-    segment: Segment,
-    copies: Copies,
+    segment: SharedSegment,
+    copies: GradientCopies,
     memory: torch.Tensor,
 ) -> None:
     if os.getpid() != process:

@@ -24,7 +24,7 @@ class NotOneMachine(DistributedError):
     """The ranks cannot share memory."""
 
 
-class Segment:
+class SharedSegment:
     """``size_bytes`` of shared memory, zeroed, mapped by all ranks of the group. They make it together.
 
     memory    the mapping in this process

@@ -13,7 +13,7 @@ import torch
 
 from penstock.checkpoint import load as load_checkpoint
 from penstock.checkpoint.header import Header
-from penstock.checkpoint.source import Source
+from penstock.checkpoint.source import CheckpointSource
 from penstock.checkpoint.tensors import DTYPES
 from penstock.errors import InvalidArgument, InvalidFile
 from penstock.integrations.versions import missing, warn_if_unknown
@@ -171,7 +171,7 @@ def _read_all(
 
 
 def _header(file: Path) -> Header:
-    with Source(file) as source:
+    with CheckpointSource(file) as source:
         try:
             return source.header
         except InvalidFile as error:

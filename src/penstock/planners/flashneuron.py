@@ -34,7 +34,7 @@ from penstock.planners.modnn_space import ManagedSpace
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import (
     FITS,
-    Room,
+    FreeBytes,
     boundary,
     eviction,
     feature_maps,
@@ -88,7 +88,7 @@ def choose(problem: Problem, reserved_bytes: int) -> list[Evict]:
     trace, budget_bytes = problem.trace, problem.budget_bytes
     tier = "disk" if problem.hardware.disk_bytes else "host"
     evictions = _selected(problem, reserved_bytes, tier)
-    room = Room(problem)
+    room = FreeBytes(problem)
     if any(room.place((tier,), evict) is None for evict in evictions):
         raise room.full(evictions)
     resident = resident_bytes(trace, evictions)

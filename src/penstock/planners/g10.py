@@ -28,7 +28,7 @@ from penstock.core.plan import Evict
 from penstock.core.trace import Trace
 from penstock.planners.problem import Decision, Problem
 from penstock.planners.rules import (
-    Room,
+    FreeBytes,
     add_cyclic,
     cyclic_slices,
     evict_further,
@@ -83,7 +83,7 @@ class _Selection:
         self.trace, self.hardware = problem.trace, problem.hardware
         self.budget_bytes = problem.budget_bytes
         self.periods = self.trace.periods
-        self.room = Room(problem)
+        self.room = FreeBytes(problem)
         tiers = self.tiers = tuple(tier for tier in tiers if tier in self.room.free)
         self.traffic = Traffic(self.trace, self.hardware, tiers)
         self.resident = self.trace.live_bytes.copy()

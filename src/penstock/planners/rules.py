@@ -95,7 +95,7 @@ def boundary(trace: Trace) -> int:
 NEGLIGIBLE = 256  # a tensor below this part of what is missing is evicted only after all larger ones
 
 
-class Room:
+class FreeBytes:
     """Free bytes of each tier during each kernel, less the evictions taken so far.
 
     A copy takes space while a later eviction can reuse it: from the first of the tensor's evictions to the
@@ -168,7 +168,7 @@ class Room:
 
 
 def evict_further(
-    room: Room, taken: BoolArray, evictions: Sequence[Evict], tiers: Sequence[str]
+    room: FreeBytes, taken: BoolArray, evictions: Sequence[Evict], tiers: Sequence[str]
 ) -> list[Evict]:
     """Further evictions with which no kernel needs more than the budget, all returning on demand: the tensor
     needed last goes first (Belady).
@@ -291,7 +291,7 @@ def evict_all(problem: Problem) -> Decision:
     where memory does not allow that.
     """
     trace, budget_bytes = problem.trace, problem.budget_bytes
-    room = Room(problem)
+    room = FreeBytes(problem)
     periods, over = trace.periods, trace.live_bytes - budget_bytes
     chosen = []
     for index in np.lexsort((periods.begin - periods.end, -periods.size_bytes)).tolist():
@@ -338,7 +338,7 @@ def _offload(problem: Problem, wanted: BoolArray) -> Decision:
     trace, budget_bytes = problem.trace, problem.budget_bytes
     if trace.peak_bytes <= budget_bytes:
         return FITS
-    room = Room(problem)
+    room = FreeBytes(problem)
     taken = np.zeros(len(wanted), dtype=np.bool_)
     chosen = []
     for index in np.flatnonzero(wanted).tolist():

@@ -42,7 +42,7 @@ TALL, CUT = 4.0, 2.2  # in budgets: a peak above the first is cut off at the sec
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChartRow:
     """One line of bars.
 
     source   "predicted" or "measured"
@@ -65,7 +65,7 @@ class Row:
         return self.stream.replace("_", " ") if self.source == "predicted" else self.source
 
 
-def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[Row]:
+def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[ChartRow]:
     """Compute first, then every link that was used; predicted above measured."""
     timelines = {"predicted": predicted} | ({"measured": measured} if measured is not None else {})
     found = [_compute(trace, source, timeline) for source, timeline in timelines.items()]
@@ -77,11 +77,11 @@ def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[R
             bars = sorted((span.start_s, span.end_s, 0, "t", span.index) for span in spans)
             busy = timeline.busy_s(link) / timeline.iteration_s if timeline.iteration_s else 0.0
             figures = f"{format_bytes(timeline.moved_bytes(link))}, {busy * 100:.0f} % busy"
-            found.append(Row(link, source, figures, FAINT, (colour,), bars))
+            found.append(ChartRow(link, source, figures, FAINT, (colour,), bars))
     return found
 
 
-def _compute(trace: Trace, source: str, timeline: Timeline) -> Row:
+def _compute(trace: Trace, source: str, timeline: Timeline) -> ChartRow:
     groups = {name: group for group, name in enumerate(COMPUTE_COLOURS)}
     bars = []
     for span in timeline.spans:
@@ -97,7 +97,7 @@ def _compute(trace: Trace, source: str, timeline: Timeline) -> Row:
         bars.append((stall.start_s, stall.end_s, group, "s" if source == "predicted" else "m", index))
     figures = f"{format_seconds(timeline.stall_s)} stalled" if timeline.stall_s else "no stall"
     colour = STALL if timeline.stall_s else FAINT
-    return Row("compute", source, figures, colour, tuple(COMPUTE_COLOURS.values()), sorted(bars))
+    return ChartRow("compute", source, figures, colour, tuple(COMPUTE_COLOURS.values()), sorted(bars))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ class Chart:
     budget: float
     budget_text: str
     curves: Sequence[Curve]
-    rows: Sequence[Row]
+    rows: Sequence[ChartRow]
 
 
 def chart(trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | None) -> Chart:

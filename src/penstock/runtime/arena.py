@@ -43,13 +43,13 @@ _SPARE_BYTES = 4 << 20
 Swap = tuple[int, int, int, int]  # see Lease
 
 _lock = threading.Lock()
-_budgets: dict[Lease, int] = {}
-_lingering: dict[Lease, int] = {}
+_budgets: dict[ArenaLease, int] = {}
+_lingering: dict[ArenaLease, int] = {}
 _asked = False
 _reason: str | None = None
 
 
-class Lease:
+class ArenaLease:
     """The arena in use with a budget, until `close`. A context manager.
 
     Leases add up: the arena is kept inside the sum of the budgets of all that are open. What is in memory
@@ -126,7 +126,7 @@ class Lease:
             )
         return ended
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> ArenaLease:
         return self
 
     def __exit__(
@@ -138,12 +138,12 @@ class Lease:
         self.close()
 
 
-def activate(budget_bytes: int, swap: Swap | None = None) -> Lease:
+def activate(budget_bytes: int, swap: Swap | None = None) -> ArenaLease:
     """Keep torch's CPU tensors in the arena, those in memory within ``budget_bytes``.
 
     An allocation that cannot fit fails as if the machine had no memory left. `unavailable` must be None.
     """
-    return Lease(budget_bytes, swap)
+    return ArenaLease(budget_bytes, swap)
 
 
 def unavailable() -> str | None:

@@ -97,13 +97,13 @@ class Collectives:
         """Hold the storages of a collective that is to be launched. Its threads access them by system calls,
         which fail on an evicted or protected page; an instruction would fault and bring it back."""
         for managed in used:
-            self._device.hold(managed, +1, managed in written)
+            self._device.change_pins(managed, +1, managed in written)
             self._held.append(managed)
 
     def launch_failed(self) -> None:
         """The launch failed: release its storages."""
         while self._held:
-            self._device.hold(self._held.pop(), -1)
+            self._device.change_pins(self._held.pop(), -1)
 
     def after_launch(
         self,
@@ -142,7 +142,7 @@ class Collectives:
                 self._flights.remove(flight)
                 for managed in flight.storages:
                     managed.pins -= 1
-                    self._device.hold(managed, -1)
+                    self._device.change_pins(managed, -1)
         self._kernels.in_flight = bool(self._flights)
 
     def wait(self) -> bool:

@@ -44,29 +44,29 @@ class Wait(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Passage:
+class _CopyInFlight:
     """A copy that is under way, or a compression.
 
     in_flight   where its bytes count, by tier
-    over        called at its end, with the passage and the error
+    over        called at its end, with the copy and the error
     priority    DEMAND: it goes before those that wait for their turn
-    joined      kernels wait for it on the device, and here it is over
+    waited_on   kernels wait for it on the device, and here it is over
     """
 
     managed: ManagedStorage
     in_flight: Counter[str]
     tier: str
     size_bytes: int
-    over: Callable[[_Passage, PenstockError | None], None]
+    over: Callable[[_CopyInFlight, PenstockError | None], None]
     priority: int
-    joined: bool = False
+    waited_on: bool = False
 
 
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
 
     budget_bytes      of the device
-    victims           storages in the order in which they should leave, where nothing is planned
+    eviction_order    storages in the order in which they should leave, where nothing is planned
     timeout_s         a wait in which no copy completes for so long ends with SpillError
     in_flight_bytes   most bytes of copies that have begun, each way of each tier; a larger storage goes alone
     waits, moved      since `begin_step`
@@ -85,13 +85,13 @@ class CopyEngine:
         self,
         device: Copies,
         budget_bytes: int,
-        victims: Callable[[], Iterable[ManagedStorage]] = tuple,
+        eviction_order: Callable[[], Iterable[ManagedStorage]] = tuple,
         timeout_s: float = TIMEOUT_S,
         in_flight_bytes: int | None = None,
     ) -> None:
         self._device = device
         self.budget_bytes = budget_bytes
-        self.victims = victims
+        self.eviction_order = eviction_order
         self.check_interrupt: Callable[[], None] = lambda: None
         self.recompute: Callable[[ManagedStorage], None] = lambda managed: None
         self.wait_for_others: Callable[[], bool] = lambda: False
@@ -109,9 +109,10 @@ class CopyEngine:
         self.memory = device.memory
         self.memory.budget_bytes = budget_bytes
         self.unpinned_later: list[ManagedStorage] = []
-        self._pumping = False
+        self._is_starting = False
         self._completions = 0
-        self._passages: dict[ManagedStorage, _Passage] = {}  # that may be joined, the first to begin first
+        # That kernels may wait for, the first to begin first.
+        self._waitable: dict[ManagedStorage, _CopyInFlight] = {}
         # Of the prefetch that the device had no memory for: bytes, and the device's bytes in use then.
         self._refused: tuple[int, int] | None = None
         self._error: PenstockError | None = None
@@ -166,8 +167,8 @@ class CopyEngine:
 
         Raises SpillSpaceFull.
         """
-        if managed.state == LEAVING or managed.writing:
-            if release and not managed.void:
+        if managed.state == LEAVING or managed.writing_packed:
+            if release and not managed.copy_invalid:
                 self._mark_released(managed)
             return
         if managed.state == AWAY and release:
@@ -189,55 +190,55 @@ class CopyEngine:
         if managed.slot is None:
             managed.slot = self._reserve(managed, tier or self._tiers[0])
         managed.state = LEAVING
-        managed.void = False
-        managed.hold = storage
+        managed.copy_invalid = False
+        managed.kept_alive = storage
         if release:
             self._mark_released(managed)
         if not packs:
             self._queue(managed)
-            self._pump()
+            self._start_copies()
             return
-        packed = functools.partial(self._packed, writes)
-        passage = self._begin(managed, self._out, managed.size_bytes, packed)
+        packed = functools.partial(self._on_packed, writes)
+        copy = self._add_in_flight(managed, self._out, managed.size_bytes, packed)
         try:
-            self._device.pack(managed, storage, codec, packs, functools.partial(self._over, passage))
+            self._device.pack(managed, storage, codec, packs, functools.partial(self._on_copy_end, copy))
         except BaseException:
-            self._end(passage)
-            self._stay(managed)
+            self._remove_in_flight(copy)
+            self._cancel_eviction(managed)
             raise
 
     def _queue(self, managed: ManagedStorage) -> None:
         managed.queued = True
         self._evictions.append(managed)
 
-    def _stay(self, managed: ManagedStorage) -> None:
+    def _cancel_eviction(self, managed: ManagedStorage) -> None:
         """It was to leave, and does not."""
         self._unmark_released(managed)
         managed.queued = False
-        if managed.writing:
-            managed.writing = False  # what is packed is the only copy
+        if managed.writing_packed:
+            managed.writing_packed = False  # what is packed is the only copy
         else:
-            managed.state = AWAY if managed.gone else RESIDENT
-        managed.hold = None
+            managed.state = AWAY if managed.swapped_out else RESIDENT
+        managed.kept_alive = None
 
-    def _packed(self, writes: bool, passage: _Passage, _: PenstockError | None) -> None:
+    def _on_packed(self, writes: bool, copy: _CopyInFlight, _: PenstockError | None) -> None:
         """It is compressed, on the device, and leaves with that, or it was not worth it."""
-        managed = passage.managed
-        storage, packed_bytes, managed.packed_bytes = managed.hold, managed.packed_bytes, 0
+        managed = copy.managed
+        storage, packed_bytes, managed.packed_bytes = managed.kept_alive, managed.packed_bytes, 0
         assert storage is not None
-        leaves = packed_bytes and managed.freeing_bytes and not managed.void and not managed.pins
+        leaves = packed_bytes and managed.freeing_bytes and not managed.copy_invalid and not managed.pins
         if leaves and self._device.release(managed, storage):
             self._unmark_released(managed)
             managed.state = AWAY
-            managed.writing, managed.clean, managed.keeps_copy = writes, False, True
+            managed.writing_packed, managed.clean, managed.keeps_copy = writes, False, True
             managed.packed_bytes = packed_bytes
             self.memory.reserved_bytes += packed_bytes - managed.size_bytes
             if not writes:
-                managed.hold = None
+                managed.kept_alive = None
                 return
             self._mark_released(managed)
-        if managed.void:
-            self._stay(managed)
+        if managed.copy_invalid:
+            self._cancel_eviction(managed)
         else:
             self._queue(managed)
 
@@ -252,24 +253,24 @@ class CopyEngine:
             return
         if managed.slot is None:
             managed.slot = self._reserve(managed, self._tiers[0])
-        managed.writing, managed.void, managed.hold = True, False, storage
+        managed.writing_packed, managed.copy_invalid, managed.kept_alive = True, False, storage
         self._mark_released(managed)
         self._queue(managed)
-        self._pump()
+        self._start_copies()
 
     def _packed_gone(self, managed: ManagedStorage) -> None:
         self.memory.reserved_bytes -= managed.packed_bytes
         managed.packed_bytes = 0
 
-    def _was_written(self, passage: _Passage, error: PenstockError | None) -> None:
+    def _on_packed_written(self, copy: _CopyInFlight, error: PenstockError | None) -> None:
         """Packed bytes are in the slot. Where that failed they stay on the device."""
-        managed = passage.managed
+        managed = copy.managed
         release = managed.freeing_bytes > 0
         self._unmark_released(managed)
-        managed.writing = False
+        managed.writing_packed = False
         if error is not None:
             self._error = self._error or error
-        elif managed.state != COMING and not managed.void:
+        elif managed.state != COMING and not managed.copy_invalid:
             managed.clean = True
             if release and managed.state == RESIDENT:
                 self._release(managed)
@@ -278,7 +279,7 @@ class CopyEngine:
         elif managed.state == AWAY:
             self._packed_gone(managed)  # the device has it elsewhere
         if managed.state == RESIDENT or managed.state == AWAY:
-            managed.hold = None
+            managed.kept_alive = None
 
     def _reserve(self, managed: ManagedStorage, tier: str) -> Slot:
         try:
@@ -298,8 +299,8 @@ class CopyEngine:
         outdated_on   only those on that tier that do not count any more
         """
         dropped = False
-        for managed in self.victims():
-            if managed.state != RESIDENT or managed.slot is None or managed.writing:
+        for managed in self.eviction_order():
+            if managed.state != RESIDENT or managed.slot is None or managed.writing_packed:
                 continue
             if outdated_on is None or (not managed.clean and self._tier(managed) == outdated_on):
                 self._drop_copy(managed)
@@ -343,7 +344,7 @@ class CopyEngine:
         if managed.pins:
             self.unpinned_later.append(managed)
             return
-        storage = managed.hold or managed.storage()
+        storage = managed.kept_alive or managed.storage()
         if storage is None:
             return
         if self._device.release(managed, storage):
@@ -354,71 +355,71 @@ class CopyEngine:
             # The program wrote to it without our knowing, or a thread of a collective has it. It leaves when
             # room is needed: another copy at once would keep alive, for ever, what only this one does.
             managed.clean = False
-            managed.hold = None
+            managed.kept_alive = None
 
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write: copies lose their worth."""
         if managed.state == LEAVING and managed.queued:
             self._evictions.remove(managed)
-            self._stay(managed)
-        elif managed.state == LEAVING or managed.writing:
-            managed.void = True
+            self._cancel_eviction(managed)
+        elif managed.state == LEAVING or managed.writing_packed:
+            managed.copy_invalid = True
             self._unmark_released(managed)
         managed.clean = False
         self._device.will_write(managed)
 
-    def _begin(
+    def _add_in_flight(
         self,
         managed: ManagedStorage,
         in_flight: Counter[str],
         size_bytes: int,
-        over: Callable[[_Passage, PenstockError | None], None],
+        over: Callable[[_CopyInFlight, PenstockError | None], None],
         priority: int = EVICT,
-        joins: bool = False,
-    ) -> _Passage:
-        passage = _Passage(managed, in_flight, self._tier(managed), size_bytes, over, priority)
-        in_flight[passage.tier] += size_bytes
-        if joins:
-            self._passages[managed] = passage
-        return passage
+        kernels_may_wait: bool = False,
+    ) -> _CopyInFlight:
+        copy = _CopyInFlight(managed, in_flight, self._tier(managed), size_bytes, over, priority)
+        in_flight[copy.tier] += size_bytes
+        if kernels_may_wait:
+            self._waitable[managed] = copy
+        return copy
 
-    def _end(self, passage: _Passage) -> None:
+    def _remove_in_flight(self, copy: _CopyInFlight) -> None:
         """It has ended, or could not begin."""
-        passage.in_flight[passage.tier] -= passage.size_bytes
-        if self._passages.get(passage.managed) is passage:
-            del self._passages[passage.managed]
+        copy.in_flight[copy.tier] -= copy.size_bytes
+        if self._waitable.get(copy.managed) is copy:
+            del self._waitable[copy.managed]
 
-    def _over(self, passage: _Passage, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    def _on_copy_end(self, copy: _CopyInFlight, error: PenstockError | None, moved: Sequence[Moved]) -> None:
         """The host has seen the copy end."""
         with self.lock:
-            self._end(passage)
-            if passage.joined:
+            self._remove_in_flight(copy)
+            if copy.waited_on:
                 self._error = self._error or error  # what kernels have read since is anything
             else:
-                passage.over(passage, error)
+                copy.over(copy, error)
             self._finish(moved)
 
-    def _join(self, managed: ManagedStorage) -> bool:
+    def _make_kernels_wait(self, managed: ManagedStorage) -> bool:
         """Have kernels wait on the device for a copy. Those of its direction that come before it are over
         then, too. False: it takes the host."""
-        passage = self._passages.get(managed)
-        if passage is None:
+        copy = self._waitable.get(managed)
+        if copy is None:
             return False
-        if passage.priority != DEMAND:
+        if copy.priority != DEMAND:
             state = managed.state
-            before = itertools.takewhile(lambda other: other is not managed, self._passages)
+            before = itertools.takewhile(lambda other: other is not managed, self._waitable)
             for other in list(before):
-                if other.state == state and self._device.join(other):
-                    self._over_for_kernels(other)
-        if not self._device.join(managed):
+                if other.state == state and self._device.make_kernels_wait(other):
+                    self._on_end_for_kernels(other)
+        if not self._device.make_kernels_wait(managed):
             return False
-        self._over_for_kernels(managed)
+        self._on_end_for_kernels(managed)
         return True
 
-    def _over_for_kernels(self, managed: ManagedStorage) -> None:
-        passage = self._passages.pop(managed)
-        passage.joined = True
-        passage.over(passage, None)
+    def _on_end_for_kernels(self, managed: ManagedStorage) -> None:
+        copy = self._waitable.pop(managed)
+        copy.waited_on = True
+        copy.over(copy, None)
 
     def leave_now(self, managed: ManagedStorage) -> bool:
         """Have it leave, and its memory back, also where it is just coming: kernels wait for the copies on
@@ -430,30 +431,33 @@ class CopyEngine:
 
     def _wait_while(self, managed: ManagedStorage, state: int) -> None:
         while managed.state == state and not managed.pins:
-            if not self._join(managed):
+            if not self._make_kernels_wait(managed):
                 self._wait()
 
-    def join_one_that_leaves(self) -> bool:
+    def kernels_wait_for_one_that_leaves(self) -> bool:
         """Of those that give their memory back, the one that is first to be over."""
         leaving = [
             managed
-            for managed in self._passages
-            if managed.state == LEAVING and managed.freeing_bytes and not managed.void and not managed.pins
+            for managed in self._waitable
+            if managed.state == LEAVING
+            and managed.freeing_bytes
+            and not managed.copy_invalid
+            and not managed.pins
         ]
-        return any(map(self._join, leaving))
+        return any(map(self._make_kernels_wait, leaving))
 
     def wait_for_one_that_leaves(self) -> bool:
-        """As `join_one_that_leaves`; where kernels cannot wait on the device, the host does. False: there is
-        none."""
-        if self.join_one_that_leaves():
+        """As `kernels_wait_for_one_that_leaves`; where they cannot, on the device, the host does. False:
+        there is none."""
+        if self.kernels_wait_for_one_that_leaves():
             return True
         if not self.freeing_bytes:
             return False
         self._wait()
         return True
 
-    def _has_left(self, passage: _Passage, error: PenstockError | None) -> None:
-        managed = passage.managed
+    def _on_copied_out(self, copy: _CopyInFlight, error: PenstockError | None) -> None:
+        managed = copy.managed
         release = managed.freeing_bytes > 0
         self._unmark_released(managed)
         managed.state = RESIDENT
@@ -461,7 +465,7 @@ class CopyEngine:
             self._error = self._error or error
             managed.clean = False
             self._device.will_write(managed)
-        elif not managed.void:
+        elif not managed.copy_invalid:
             managed.clean = True
             if release:
                 try:
@@ -469,9 +473,9 @@ class CopyEngine:
                 except Exception as refused:
                     self._error = self._error or SpillError(f"memory cannot be given back: {refused}")
         if managed.state != LEAVING:  # else another copy has begun, which says so when it is over
-            if managed.gone:
+            if managed.swapped_out:
                 managed.state, managed.clean = AWAY, False
-            managed.hold = None
+            managed.kept_alive = None
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -482,12 +486,12 @@ class CopyEngine:
         keeps_copy   it is going to leave again, unwritten
         """
         managed.keeps_copy = keeps_copy
-        if managed.state == LEAVING or managed.writing:  # it stays
+        if managed.state == LEAVING or managed.writing_packed:  # it stays
             self._unmark_released(managed)
         elif managed.state == AWAY and not managed.queued and not managed.packed_bytes:
             managed.queued = True
             self.prefetches.append(managed)
-            self._pump()
+            self._start_copies()
 
     def demand(self, wanted: Sequence[ManagedStorage]) -> None:
         """Wait until all of them are on the device. They are pinned, and so stay."""
@@ -509,13 +513,13 @@ class CopyEngine:
                 self.raise_error()
                 for managed in away:
                     # In a wait for room, a prefetch of another of these may have begun.
-                    if managed.state == AWAY and not self._bring(managed, DEMAND):
+                    if managed.state == AWAY and not self._start_copy_in(managed, DEMAND):
                         self.make_some_room(managed.size_bytes)
                 continue
             coming = [managed for managed in wanted if managed.state == COMING]
             if not coming:
                 break
-            if not all(self._join(managed) for managed in coming):
+            if not all(self._make_kernels_wait(managed) for managed in coming):
                 self._wait()
         self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
 
@@ -528,37 +532,39 @@ class CopyEngine:
             self.demand([managed])
         if managed.state <= LEAVING:
             self.will_write(managed)
-        while managed.hold is not None:
+        while managed.kept_alive is not None:
             self._wait()
 
-    def _bring(self, managed: ManagedStorage, priority: int) -> bool:
+    def _start_copy_in(self, managed: ManagedStorage, priority: int) -> bool:
         storage = managed.storage()
         if storage is None:
             return True
         waits = priority == DEMAND
         while True:
             size_bytes = self._arriving_bytes(managed, priority)
-            if not self._device.prepare(managed, storage, size_bytes < managed.size_bytes, waits):
+            if not self._device.prepare_copy_in(managed, storage, size_bytes < managed.size_bytes, waits):
                 return managed.state == RESIDENT
             if size_bytes == self._arriving_bytes(managed, priority):
                 break
-            self._device.give_up(managed, storage)  # its packed bytes left in a wait
-        if managed.writing and managed.queued:  # it is needed before it was written
+            self._device.cancel_copy_in(managed, storage)  # its packed bytes left in a wait
+        if managed.writing_packed and managed.queued:  # it is needed before it was written
             self._evictions.remove(managed)
-            self._stay(managed)
+            self._cancel_eviction(managed)
         managed.queued = False
         managed.state = COMING
-        managed.hold = storage
+        managed.kept_alive = storage
         self.memory.reserved_bytes += size_bytes
-        joins = size_bytes == managed.size_bytes
-        passage = self._begin(managed, self._in, size_bytes, self._has_come, priority, joins)
+        kernels_may_wait = size_bytes == managed.size_bytes
+        copy = self._add_in_flight(
+            managed, self._in, size_bytes, self._on_copied_in, priority, kernels_may_wait
+        )
         try:
-            self._device.copy_in(managed, storage, priority, functools.partial(self._over, passage))
+            self._device.copy_in(managed, storage, priority, functools.partial(self._on_copy_end, copy))
         except BaseException:
-            self._end(passage)
+            self._remove_in_flight(copy)
             managed.state = AWAY
-            managed.hold = None
-            self._device.give_up(managed, storage)
+            managed.kept_alive = None
+            self._device.cancel_copy_in(managed, storage)
             raise
         return True
 
@@ -574,32 +580,32 @@ class CopyEngine:
 
     def _arriving_bytes(self, managed: ManagedStorage, priority: int) -> int:
         """That the storage takes on the device when it is back."""
-        if managed.packed_bytes or managed.gone or (priority == DEMAND and self.memory.in_arena):
+        if managed.packed_bytes or managed.swapped_out or (priority == DEMAND and self.memory.in_arena):
             return managed.size_bytes
         return (managed.slot is not None and managed.slot.packed_bytes) or managed.size_bytes
 
-    def _has_come(self, passage: _Passage, error: PenstockError | None) -> None:
-        managed = passage.managed
-        storage = managed.hold
+    def _on_copied_in(self, copy: _CopyInFlight, error: PenstockError | None) -> None:
+        managed = copy.managed
+        storage = managed.kept_alive
         assert storage is not None
-        if not managed.writing:
-            managed.hold = None
+        if not managed.writing_packed:
+            managed.kept_alive = None
         if error is None:
             try:
-                clean = self._device.arrive(managed, storage)
+                clean = self._device.finish_copy_in(managed, storage)
                 if managed.packed_bytes:  # and expanded now
                     self._packed_gone(managed)
-                if clean and passage.size_bytes < managed.size_bytes:
-                    managed.packed_bytes = passage.size_bytes
-                is_away = clean is None or managed.packed_bytes or managed.gone
+                if clean and copy.size_bytes < managed.size_bytes:
+                    managed.packed_bytes = copy.size_bytes
+                is_away = clean is None or managed.packed_bytes or managed.swapped_out
                 managed.state = AWAY if is_away else RESIDENT
                 managed.clean = managed.clean if clean is None else clean
             except Exception as refused:  # raised here, on a thread of the copies, nobody would see it
                 error = SpillError(f"bytes that were read back cannot be put in place: {refused}")
         if error is not None:
             managed.state = AWAY
-            self._device.give_up(managed, storage)
-            if passage.priority == DEMAND:
+            self._device.cancel_copy_in(managed, storage)
+            if copy.priority == DEMAND:
                 self._error = self._error or error
             else:
                 self.failed_prefetches += 1
@@ -628,7 +634,7 @@ class CopyEngine:
                 if self._short_bytes(size_bytes) <= 0:
                     break
             if self.freeing_bytes or self._in.total() or self._out.total():
-                if not self.join_one_that_leaves():
+                if not self.kernels_wait_for_one_that_leaves():
                     self._wait()
             elif not self.wait_for_others():
                 if expected:
@@ -655,7 +661,7 @@ class CopyEngine:
         if self._completions > completions:
             self.waits.append(Wait("memory", began_s, time.perf_counter()))
 
-    def free(self, size_bytes: int) -> bool:
+    def evict_and_wait(self, size_bytes: int) -> bool:
         """Let so many bytes leave, and wait until they have. False: nothing more could."""
         before = self._device.in_memory_bytes()
         self._device.poll()
@@ -672,7 +678,7 @@ class CopyEngine:
     def make_some_room(self, size_bytes: int) -> None:
         """The device has no memory for what is demanded, though the budget has: free as much, and wait until
         that has left. Asked before, it would refuse again."""
-        if self.free(size_bytes) or self._device.room.make(size_bytes):
+        if self.evict_and_wait(size_bytes) or self._device.room.make(size_bytes):
             return
         if not (self._in.total() or self._out.total()):
             self._refuse(size_bytes)
@@ -680,9 +686,9 @@ class CopyEngine:
 
     def _evict_some(self, size_bytes: int) -> None:
         """Let storages leave until ``size_bytes`` are free, or on their way."""
-        self._device.notice()
+        self._device.report_unasked_moves()
         target = self._device.in_memory_bytes() - size_bytes
-        for managed in self.victims():
+        for managed in self.eviction_order():
             if self._device.in_memory_bytes() - self.freeing_bytes <= target:
                 return
             if not managed.pins and (managed.state in (RESIDENT, LEAVING) or managed.packed_bytes):
@@ -710,21 +716,21 @@ class CopyEngine:
                     self._release(managed)
         if self.prefetches:
             self._device.poll()
-            self._pump()
+            self._start_copies()
 
     # -- the queues ----------------------------------------------------------------------------
 
-    def _pump(self, here: bool = True) -> None:
+    def _start_copies(self, here: bool = True) -> None:
         """Start what waits for its turn. here: on a thread that runs kernels."""
-        if self._pumping:  # a copy was over at once: the loop that started it goes on
+        if self._is_starting:  # a copy was over at once: the loop that started it goes on
             return
-        self._pumping = True
+        self._is_starting = True
         try:
             if here or self.memory.in_arena:
                 self._start_prefetches()
             self._start_evictions()
         finally:
-            self._pumping = False
+            self._is_starting = False
 
     def _start_prefetches(self) -> None:
         """In their order, but what waits for its link lets those pass that come by another one, and leave the
@@ -744,11 +750,11 @@ class CopyEngine:
                     place += 1
                     continue
                 while not self.fits(passed_bytes + size_bytes):
-                    if not self.join_one_that_leaves():
+                    if not self.kernels_wait_for_one_that_leaves():
                         return
                 if self._would_be_refused(size_bytes):
                     return
-                if not self._bring(managed, PREFETCH):
+                if not self._start_copy_in(managed, PREFETCH):
                     self._refused = size_bytes, self._device.in_memory_bytes()
                     return
                 self._refused = None
@@ -785,15 +791,17 @@ class CopyEngine:
                 continue
             del self._evictions[place]
             managed.queued = False
-            storage = managed.hold
+            storage = managed.kept_alive
             assert storage is not None
-            over = self._was_written if managed.writing else self._has_left
-            passage = self._begin(managed, self._out, size_bytes, over, joins=not managed.writing)
+            over = self._on_packed_written if managed.writing_packed else self._on_copied_out
+            copy = self._add_in_flight(
+                managed, self._out, size_bytes, over, kernels_may_wait=not managed.writing_packed
+            )
             try:
-                self._device.copy_out(managed, storage, functools.partial(self._over, passage))
+                self._device.copy_out(managed, storage, functools.partial(self._on_copy_end, copy))
             except BaseException:
-                self._end(passage)
-                self._stay(managed)
+                self._remove_in_flight(copy)
+                self._cancel_eviction(managed)
                 raise
 
     def _finish(self, moved: Sequence[Moved]) -> None:
@@ -801,7 +809,7 @@ class CopyEngine:
         self._completions += 1
         try:
             if self._evictions or self.prefetches:
-                self._pump(here=False)
+                self._start_copies(here=False)
         except PenstockError as error:
             self._error = self._error or error
         finally:
@@ -819,7 +827,7 @@ class CopyEngine:
         self._device.poll(waits=True)
         while self._completions == before:
             if not (self._out.total() or self._in.total()):
-                self._pump()  # one that could not begin left others behind in the queue
+                self._start_copies()  # one that could not begin left others behind in the queue
                 return
             came = self._changed.wait(min(INTERRUPTIBLE_S, self._timeout_s))
             self.check_interrupt()
@@ -858,7 +866,7 @@ class CopyEngine:
         it is. Raises SpillError where no copy completes in time."""
         with self.lock:
             for managed in self._evictions:
-                self._stay(managed)
+                self._cancel_eviction(managed)
             for managed in self.prefetches:
                 managed.queued = False
             self._evictions.clear()
@@ -879,7 +887,7 @@ class CopyEngine:
         """The program gave the storage other memory: there it is, and no copy counts. Those under way end."""
         self.any_got_other_memory = True
         self._unmark_released(managed)
-        managed.clean, managed.void = False, True
+        managed.clean, managed.copy_invalid = False, True
         if managed.packed_bytes:
             self._packed_gone(managed)
         if managed.state in (AWAY, DROPPED):

@@ -98,7 +98,7 @@ class Drift:
         if len(self._kernels_s) == WINDOW and not self._usual_s:
             self._usual_s = statistics.median(self._kernels_s)
 
-    def calibrated(self, trace: Trace) -> tuple[Trace, Hardware] | None:
+    def calibrate(self, trace: Trace) -> tuple[Trace, Hardware] | None:
         """The trace and the machine, once, with kernel times and what copies cost kernels as the first WINDOW
         steps had them; None otherwise, and where they took what was predicted.
 
@@ -121,7 +121,7 @@ class Drift:
         self._slower = 1 + late_s / self._usual_s
         return _longer(trace, late_s), self._hardware
 
-    def measured(self) -> Hardware | None:
+    def measured_hardware(self) -> Hardware | None:
         """The machine with rates as they are now; None where they are still what they were taken to be.
 
         What a copy costs the thread of the kernels comes along, where that counts at all.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.core.columns import KINDS
 from penstock.core.hardware import LINKS, busy_s
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import MemorySample, Span, Stall, Timeline
 from penstock.core.trace import Trace
 from penstock.runtime.copy_engine import Wait
 from penstock.runtime.devices import Device, Moved
@@ -133,8 +133,8 @@ def measured_timeline(
         kernels, recording.in_memory_bytes, trace.kernel_workspace_bytes.tolist(), strict=True
     ):
         memory += [
-            Sample(span.start_s, in_memory_bytes + workspace),
-            Sample(span.end_s, in_memory_bytes),
+            MemorySample(span.start_s, in_memory_bytes + workspace),
+            MemorySample(span.end_s, in_memory_bytes),
         ]
     stalls = tuple(
         Stall(

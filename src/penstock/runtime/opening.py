@@ -134,7 +134,7 @@ def open_run(
         open_runs.take_over(run)
         try:
             for tensor, kind in _known_tensors(model, optimizer):
-                run._clock.know([tensor], kind)
+                run._clock.set_kind([tensor], kind)
         except BudgetTooSmall as error:
             need = format_bytes_up(error.minimum_bytes)
             raise BudgetTooSmall(

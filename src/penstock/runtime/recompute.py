@@ -176,7 +176,7 @@ class Recomputation:
 
     def drop(self, managed: ManagedStorage) -> None:
         """Free the storage's memory without a copy; evict it where it cannot be recomputed."""
-        if managed.state != RESIDENT or managed.clean or managed.writing or managed.pins:
+        if managed.state != RESIDENT or managed.clean or managed.writing_packed or managed.pins:
             self._engine.release(managed)
             return
         recipe = self._recipes.get(managed)
@@ -225,7 +225,7 @@ class Recomputation:
             if any(read.state > LEAVING for read in recipe.reads):
                 engine.demand(recipe.reads)
             engine.make_room(recipe.need_bytes, expected=self._device.memory.in_arena)
-            self._device.use(recipe.reads)
+            self._device.will_use(recipe.reads)
             target = managed.storage() if recipe.result is not None else None
             if target is not None:
                 while not self._device.prepare_write(managed, target):
@@ -234,7 +234,7 @@ class Recomputation:
                 result = self._run_again(recipe, managed, in_place=target is not None)
             except BaseException:
                 if target is not None:
-                    self._device.give_up(managed, target)
+                    self._device.cancel_copy_in(managed, target)
                 raise
             if target is not None:
                 self._mark_resident(managed, recipe)
@@ -248,7 +248,7 @@ class Recomputation:
             return
         assert result is not None
         if not self._device.memory.in_arena:
-            self._device.use(())
+            self._device.will_use(())
             engine.make_room(managed.size_bytes)
         while not self._device.fill(managed, target, result):
             engine.make_some_room(managed.size_bytes)

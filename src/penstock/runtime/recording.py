@@ -77,7 +77,7 @@ class Recorder:
         self._resized.clear()
         if recording is not None:
             self._device.synchronize()  # what was launched before is no part of the step
-        self._kernels.watches = self._storages.reports_all = recording is not None
+        self._kernels.is_recording = self._storages.reports_all = recording is not None
 
     def end_step(self) -> None:
         """The step is over: kinds are known for sure."""
@@ -86,7 +86,7 @@ class Recorder:
                 if managed.kind >= 0:
                     self.recording.tensors[managed.index].kind = managed.kind
         self.recording = None
-        self._kernels.watches = False
+        self._kernels.is_recording = False
 
     def resized(self, managed: ManagedStorage) -> None:
         """The program has given a storage other memory."""

@@ -63,13 +63,13 @@ class Replanning:
         kind.drift.add_step(step.moved, step_s, step_s - step.stall_s, step.clock_s, step.operators)
         kind.steps += 1
         kind.in_force_s += step_s
-        if kind.joint is None and (calibrated := kind.drift.calibrated(kind.trace)) is not None:
+        if kind.joint is None and (calibrated := kind.drift.calibrate(kind.trace)) is not None:
             kind.in_whole_steps, kind.hardware = calibrated
         if self._thread is not None or kind.steps < kind.least_steps:
             return
         if kind.drift.kernels_have_drifted:
             kind.recordings_left = RECORDINGS_OF_DRIFT
-        elif (hardware := kind.drift.measured()) is not None or kind.drift.copies_cost_more:
+        elif (hardware := kind.drift.measured_hardware()) is not None or kind.drift.copies_cost_more:
             self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware or kind.hardware))
         elif kind.in_force_s >= LASTS_S and not kind.searched:
             kind.searched = True
@@ -83,7 +83,7 @@ class Replanning:
         assert trace is not None and drift is not None
         kind.recorded = None
         if self._thread is None:
-            hardware = drift.measured() or kind.hardware
+            hardware = drift.measured_hardware() or kind.hardware
             self._begin(kind, lambda: self._planner.again(kind, trace, hardware))
 
     def _begin(self, kind: StepKind, make: Callable[[], StepKind], why: str = DRIFTED) -> None:

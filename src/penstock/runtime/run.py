@@ -29,12 +29,12 @@ from penstock.errors import BudgetTooSmall, InvalidArgument, PenstockError, Spil
 from penstock.options import Explorers, MicroBatch
 from penstock.planners import refuse_below_minimum
 from penstock.runtime import arena, failures, open_runs, ranks, resident
-from penstock.runtime.clock import Clock
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.devices import Device
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.measured import MeasuredStep, MeasuredSteps, measured_timeline
 from penstock.runtime.micro_batches import AUTO, PART, Blocks, Splitter, accumulate, choose_order, data_sheet
+from penstock.runtime.offload_mode import OffloadMode
 from penstock.runtime.recording import Recording
 from penstock.runtime.report import Report
 from penstock.runtime.safetensors import read_in_pieces
@@ -82,7 +82,7 @@ class Offload(Closing):
         device.engine = self._engine
         self._interrupts = Interrupts()
         smallest_bytes = parse_bytes(kinds.planning.smallest_bytes)
-        self._clock = Clock(
+        self._clock = OffloadMode(
             device,
             self._engine,
             smallest_bytes,
@@ -134,7 +134,7 @@ class Offload(Closing):
             raise InvalidArgument("this run is closed: call penstock.offload again to train on")
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
-        with failures.shared(), self._device.marked(f"penstock step {kind or ''}".rstrip()):
+        with failures.shared(), self._device.profiler_range(f"penstock step {kind or ''}".rstrip()):
             yield from self._step(kind)
 
     def _step(self, kind: str | None) -> Iterator[None]:
@@ -425,7 +425,7 @@ class Offload(Closing):
             failed_prefetches=self._engine.failed_prefetches,
             disk_bytes=spill.file_bytes,
             host_bytes=spill.host_bytes,
-            fixed_bytes=self._device.memory.beside_bytes,
+            fixed_bytes=self._device.memory.unmanaged_bytes,
             moved_bytes_by_io_path={path: size for path, size in spill.moved_bytes_by_path.items() if size},
             unavailable_transports=spill.unavailable,
             steps=self._steps,
@@ -545,9 +545,9 @@ class Offload(Closing):
                     _bring(managed, other, makes_room=self)
                     managed.pins += 1  # it is the other's no more
                     own = self._clock.storages.track(storage, made=was_away)
-                    own.kind, own.lasts = managed.kind, managed.lasts
+                    own.kind, own.persistent = managed.kind, managed.persistent
                     if was_away:
-                        own.place = managed.place
+                        own.owner_stream = managed.owner_stream
                     taken.append((managed, own))
             except BaseException:
                 self._engine.drain()

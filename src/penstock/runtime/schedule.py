@@ -23,7 +23,7 @@ from penstock.runtime.storages import NEVER
 LARGEST_SMALL_BYTES = 1 << 20
 
 
-class Evict(NamedTuple):
+class EvictAction(NamedTuple):
     """Start to copy the tensor to the tier; it stays readable.
 
     codec          in which it is compressed first, and its memory given back as soon as that is done;
@@ -41,13 +41,13 @@ class Evict(NamedTuple):
     writes: bool = True
 
 
-class Release(NamedTuple):
+class ReleaseAction(NamedTuple):
     """Give the tensor's memory back as soon as its copy is complete."""
 
     tensor: int
 
 
-class Prefetch(NamedTuple):
+class PrefetchAction(NamedTuple):
     """Bring the tensor back as soon as there is room.
 
     keeps_copy   it leaves again before it is written: its copy is worth keeping valid
@@ -57,23 +57,23 @@ class Prefetch(NamedTuple):
     keeps_copy: bool = True
 
 
-class KeepRecipe(NamedTuple):
+class KeepRecipeAction(NamedTuple):
     """Keep what it takes to run the kernel again: what it makes is dropped later."""
 
 
-class Drop(NamedTuple):
+class DropAction(NamedTuple):
     """Give the tensor's memory back: it is recomputed before it is needed again."""
 
     tensor: int
 
 
-class Recompute(NamedTuple):
+class RecomputeAction(NamedTuple):
     """Run the kernel again that made the tensor."""
 
     tensor: int
 
 
-Action = Evict | Release | Prefetch | KeepRecipe | Drop | Recompute
+Action = EvictAction | ReleaseAction | PrefetchAction | KeepRecipeAction | DropAction | RecomputeAction
 
 
 @dataclass(frozen=True)
@@ -138,35 +138,35 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
         if evict.codec == "raw" and evict.prefetch_at <= evict.begin and times[evict.tensor] == 1:
             continue  # asked back when it begins to be away, it stays, and nothing needs a copy
         start = min(evict.after + 1, evict.begin)
-        action = Evict(evict.tensor, evict.tier)
+        action = EvictAction(evict.tensor, evict.tier)
         if evict.codec != "raw":
             itemsize = min(int(trace.tensor_itemsize[evict.tensor]), 8)
             packed_bytes = trace.compressed_bytes(evict.tensor)
             writes = evict.prefetch_at > evict.begin
-            action = Evict(evict.tensor, evict.tier, evict.codec, itemsize, packed_bytes, writes)
+            action = EvictAction(evict.tensor, evict.tier, evict.codec, itemsize, packed_bytes, writes)
         before[start % count].append(action)
     # What is asked back when it begins to be away is only written, and stays, with a copy from then on; or
     # only compressed, and stays so.
     leaving = [evict for evict in plan.evictions if evict.prefetch_at > evict.begin]
     for evict in sorted(leaving, key=lambda evict: evict.begin):
-        before[evict.begin % count].append(Release(evict.tensor))
+        before[evict.begin % count].append(ReleaseAction(evict.tensor))
         if evict.end >= count and evict.prefetch_at >= count:
             away.append((evict.tensor, evict.tier))
     begins: dict[int, list[int]] = {}
     for evict in plan.evictions:
         begins.setdefault(evict.tensor, []).append(evict.begin)
     for last in leaves_for_good(trace, plan, host_bytes):
-        before[last.begin] += [Evict(last.tensor, last.tier), Release(last.tensor)]
+        before[last.begin] += [EvictAction(last.tensor, last.tier), ReleaseAction(last.tensor)]
         begins.setdefault(last.tensor, []).append(last.begin)
     for evict in sorted(leaving, key=lambda evict: (evict.prefetch_at, evict.end)):
         keeps_copy = _leaves_unwritten(trace, evict.tensor, evict.end, begins[evict.tensor])
-        before[evict.prefetch_at % count].append(Prefetch(evict.tensor, keeps_copy))
+        before[evict.prefetch_at % count].append(PrefetchAction(evict.tensor, keeps_copy))
     for producer in sorted({int(trace.tensor_recompute[entry.tensor]) for entry in plan.recomputations}):
-        before[producer].append(KeepRecipe())
+        before[producer].append(KeepRecipeAction())
     for entry in plan.recomputations:
-        before[entry.begin % count].append(Drop(entry.tensor))
+        before[entry.begin % count].append(DropAction(entry.tensor))
     for entry in plan.recomputations:
-        before[entry.end % count].append(Recompute(entry.tensor))
+        before[entry.end % count].append(RecomputeAction(entry.tensor))
     _, workspace = kernels_as_run(trace, plan.variants)
     made = unplanned(replace(trace, kernel_workspace_bytes=workspace), before, away)
     variants = tuple(

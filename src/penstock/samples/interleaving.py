@@ -98,7 +98,7 @@ class Pass(NamedTuple):
     left: int
 
 
-class Piece(NamedTuple):
+class PassDraws(NamedTuple):
     """What one division draws of one pass: ``draws`` of what is left, the first by replica ``dealer``."""
 
     of: Pass
@@ -238,7 +238,7 @@ class Division:
         whole = (int(self._ends[-1, source]) - begun) // (size * self.replicas)
         return max(0, min(whole, (taken - -(-begun // self.replicas)) // size))
 
-    def pieces(self, source: int, rounds: int = 0) -> Iterator[Piece]:
+    def pieces(self, source: int, rounds: int = 0) -> Iterator[PassDraws]:
         """Of a source, pass by pass, without so many rounds of those that have not been begun."""
         dealer = int(self._dealers[source])
         passes = rounds * self.replicas
@@ -250,7 +250,7 @@ class Division:
             if of is None:
                 of, number = Pass(number, (), self.left.sizes[source]), number + 1
             draws = min(left, of.left)
-            yield Piece(of, draws, dealer)
+            yield PassDraws(of, draws, dealer)
             left, dealer = left - draws, (dealer + draws) % self.replicas
 
 

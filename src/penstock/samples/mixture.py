@@ -20,12 +20,12 @@ from penstock.samples.interleaving import (
     Change,
     Division,
     Left,
-    Piece,
+    PassDraws,
     Turns,
     draws_of,
     samples_until_seen,
 )
-from penstock.samples.order import Indices, Share
+from penstock.samples.order import Indices, ReplicaShare
 from penstock.samples.store import Batch
 from penstock.samples.views import (
     Iteration,
@@ -117,7 +117,7 @@ class Mixture(Made):
         stages = draws_of(self._schedule, epoch * self._samples, self._samples)
         return tuple(sum(counts) for counts in zip(*stages, strict=True))
 
-    def _begin(self, share: Share) -> Iteration:
+    def _begin(self, share: ReplicaShare) -> Iteration:
         left = Left.whole(draws_of(self._schedule, share.epoch * self._samples, self._samples), self.sizes)
         for segment in share.after:
             left = left.after(segment)
@@ -131,7 +131,7 @@ class Mixture(Made):
 class _Iteration:
     """One replica's share of an epoch."""
 
-    def __init__(self, mixture: Mixture, division: Division, share: Share) -> None:
+    def __init__(self, mixture: Mixture, division: Division, share: ReplicaShare) -> None:
         self.taken = share.skip
         self._firsts = mixture.firsts
         self._turns = Turns(division, share.replica, share.skip)
@@ -163,10 +163,10 @@ class _Iteration:
 class _Reading:
     """What one replica reads of one source: a pass after the other."""
 
-    def __init__(self, source: Source, division: Division, number: int, share: Share) -> None:
+    def __init__(self, source: Source, division: Division, number: int, share: ReplicaShare) -> None:
         self._source, self._share, self._rank = source, share, np.array([share.replica])
         rounds = division.rounds(number, share.skip)
-        self._pieces: Iterator[Piece] = division.pieces(number, rounds)
+        self._pieces: Iterator[PassDraws] = division.pieces(number, rounds)
         self._skip = share.skip - rounds * division.left.sizes[number]
         self._left, self._ahead, self._sequence = 0, 0, -1
 

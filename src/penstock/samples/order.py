@@ -131,7 +131,7 @@ def cache_shape(cache_bytes: int, chunk_bytes: int, chunks: int, stores: int = 1
 Indices = npt.NDArray[np.int64]
 
 
-class Share(NamedTuple):
+class ReplicaShare(NamedTuple):
     """What one replica is to have of an epoch, as `Store.sequence` says."""
 
     seed: int
@@ -145,7 +145,7 @@ class Share(NamedTuple):
 def order_of(
     kind: str,
     samples: int,
-    share: Share,
+    share: ReplicaShare,
     firsts: npt.NDArray[np.uint64] | None = None,
     slots: int = 0,
     kept: npt.NDArray[np.uint64] | None = None,

@@ -28,11 +28,11 @@ from penstock.samples.objects.packing import (
     staging_path,
 )
 from penstock.samples.places import Progress, reporter
-from penstock.samples.progress import Recipe, lock_folder
+from penstock.samples.progress import PackingSettings, lock_folder
 from penstock.samples.sources import open_source
 from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import RawSample, Source
-from penstock.samples.writing import Packed, StoreWriter, restored
+from penstock.samples.writing import PackedSamples, StoreWriter, restored
 from penstock.storage.nvme.url import is_url
 from penstock.storage.objects import Bucket, was_object_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
@@ -135,7 +135,7 @@ def pack(
         make_private(folder)
     else:
         folder = folder / name
-    recipe = Recipe(
+    recipe = PackingSettings(
         chunk_bytes=chunk_bytes,
         data_file_bytes=data_file_bytes,
         encoding=opened.encoding,
@@ -156,7 +156,7 @@ def pack(
 def pack_source(
     source: Source,
     folder: Path,
-    recipe: Recipe,
+    recipe: PackingSettings,
     *,
     metadata: dict[str, str],
     resume: bool = True,
@@ -272,7 +272,7 @@ class _Packer:
     def _resumed(self) -> Iterator[RawSample | Block]:
         """The samples that are not packed yet. Restores the builder's state."""
         done = self._writer.done
-        packed = Packed(self._writer.folder, done)
+        packed = PackedSamples(self._writer.folder, done)
         self._builder = restored(self._writer.folder, done)
         self._size_bytes = self._durable_bytes = done.size_bytes
         names, after = getattr(self._source, "names", None), getattr(self._source, "after", None)
@@ -295,7 +295,11 @@ def _bucket(dest: str | os.PathLike[str]) -> Bucket | None:
 
 def _warn_if_disk_is_small(writer: StoreWriter) -> None:
     """Warn where the disk will probably be full. No error, as the file system may compress."""
-    size_bytes, free_bytes = writer.done.recipe.size_bytes, shutil.disk_usage(writer.folder).free
+    try:
+        free_bytes = shutil.disk_usage(writer.folder).free
+    except OSError:  # packing itself says what is wrong there
+        return
+    size_bytes = writer.done.recipe.size_bytes
     left_bytes = 0 if size_bytes is None else size_bytes - writer.done.size_bytes
     if left_bytes > free_bytes:
         logger.warning(

@@ -206,7 +206,7 @@ class Place(ABC):
         return
 
 
-class Folder(Place):
+class StoreFolder(Place):
     """A store in a folder of a file system."""
 
     is_remote = False
@@ -301,7 +301,7 @@ def places_of(
 
             return object_places(str(path), timeout_s, cache)
         if not is_url(path):
-            return [Folder(folder) for folder in _folders_of(Path(path))]
+            return [StoreFolder(folder) for folder in _folders_of(Path(path))]
         from penstock.samples.remote.store import remote_places
 
         return remote_places(path, timeout_s)

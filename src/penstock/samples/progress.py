@@ -39,7 +39,7 @@ _DRAFT = re.compile(r"\.(store\.json|packing\.(json|next))\.\d+\.\d+|packing\.ne
 _IN_THE_FILE = {"data_file_bytes": "node_bytes", "partition": "part", "partitions": "parts"}
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
+class PackingSettings(msgspec.Struct, frozen=True, kw_only=True, rename=_IN_THE_FILE):
     """What decides the bytes of a store, besides the samples. Packing goes on only with the same.
 
     samples, size_bytes   of the source, where it knows them beforehand
@@ -67,7 +67,7 @@ class Packing(Sealed, frozen=True, kw_only=True):
     crc32c       of this value's JSON text with this field 0
     """
 
-    recipe: Recipe
+    recipe: PackingSettings
     id: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
     samples: int = 0
     size_bytes: int = 0
@@ -127,7 +127,9 @@ class PackingFolder(NamedTuple):
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> Iterator[PackingFolder]:
+def lock_folder(
+    folder: Path, recipe: PackingSettings, *, resume: bool, overwrite: bool
+) -> Iterator[PackingFolder]:
     """The folder for this process alone, or a hidden one beside it where it has a store to be replaced.
 
     Raises InvalidArgument where the folder is not one to write into, SampleError where another process
@@ -228,7 +230,7 @@ def _is_there(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Packing:
+def _prepare(folder: Path, recipe: PackingSettings, resume: bool, overwrite: bool) -> Packing:
     """Look at what is in the folder, begin or go on, and leave a file that says so."""
     try:
         names = sorted(os.listdir(folder))
@@ -244,7 +246,7 @@ def _prepare(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Pac
     return packing
 
 
-def _begun(folder: Path, recipe: Recipe, resume: bool) -> Packing:
+def _begun(folder: Path, recipe: PackingSettings, resume: bool) -> Packing:
     """The packing that goes on, or a new one, durable, which replaces the objects of the old one."""
     try:
         old = read(folder)
@@ -277,8 +279,8 @@ def _ours(name: str) -> bool:
     return name in _NAMES or bool(_DATA.fullmatch(name) or _DRAFT.fullmatch(name))
 
 
-def _check_recipe(folder: Path, old: Recipe, new: Recipe) -> None:
-    for name in Recipe.__struct_fields__:
+def _check_recipe(folder: Path, old: PackingSettings, new: PackingSettings) -> None:
+    for name in PackingSettings.__struct_fields__:
         was, is_ = getattr(old, name), getattr(new, name)
         if was != is_:
             what = f"a source with {name}" if name in ("samples", "size_bytes") else name

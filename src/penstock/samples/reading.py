@@ -70,14 +70,14 @@ class Options:
             raise InvalidArgument(f"copy_threads={self.copy_threads} must be 0 or more")
 
 
-class IoPath(NamedTuple):
+class DataFileIo(NamedTuple):
     """The I/O path for data files: "buffered" or "direct", and why it was chosen."""
 
     io: str
     reason: str
 
 
-def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bool) -> IoPath:
+def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bool) -> DataFileIo:
     """Choose the I/O path for data files.
 
     wanted           "auto", "buffered" or "direct"
@@ -86,18 +86,18 @@ def choose_io(wanted: str, size_bytes: int, available_bytes: int, can_direct: bo
     can_direct       their file systems take direct I/O
     """
     if wanted == "buffered":
-        return IoPath("buffered", "asked for")
+        return DataFileIo("buffered", "asked for")
     if not can_direct:
-        return IoPath("buffered", "the file system takes no direct I/O")
+        return DataFileIo("buffered", "the file system takes no direct I/O")
     if wanted == "direct":
-        return IoPath("direct", "asked for")
+        return DataFileIo("direct", "asked for")
     sizes = f"{format_bytes(size_bytes)} of samples, {format_bytes(available_bytes)} of memory available"
     if 2 * size_bytes <= available_bytes:
-        return IoPath("buffered", f"later epochs come from the page cache: {sizes}")
-    return IoPath("direct", f"the page cache would not hold them: {sizes}")
+        return DataFileIo("buffered", f"later epochs come from the page cache: {sizes}")
+    return DataFileIo("direct", f"the page cache would not hold them: {sizes}")
 
 
-class Reader:
+class EpochReader:
     """Owns the open data files, the reader of this process, and the epoch in progress.
 
     feed                 the batches of the epoch in progress
@@ -225,13 +225,13 @@ class Reader:
             else:
                 self._fetcher.close(partial(_close_all, closing))
 
-    def _choose_io(self) -> IoPath:
+    def _choose_io(self) -> DataFileIo:
         """For what lies on this machine: what lies on others never passes through the page cache."""
         local = [number for number, each in enumerate(self._directories) if not each.place.is_remote]
         if not local:
             if any(opened.fetched is not None for files in self._files for opened in files):
-                return IoPath("buffered", "samples lie in an object store: what is kept of it is read so")
-            return IoPath("direct", "samples lie on another machine, which no page cache stands before")
+                return DataFileIo("buffered", "samples lie in an object store: what is kept of it is read so")
+            return DataFileIo("direct", "samples lie on another machine, which no page cache stands before")
         can_direct = all(opened.target().direct >= 0 for number in local for opened in self._files[number])
         size_bytes = sum(self._directories[number].manifest.size_bytes for number in local)
         return choose_io(self._options.io, size_bytes, available_bytes(), can_direct)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples.encoding import DTYPES
-from penstock.samples.order import Indices, Share, order_of
+from penstock.samples.order import Indices, ReplicaShare, order_of
 from penstock.samples.store import Batch, Store
 from penstock.samples.threads import DaemonThreads
 from penstock.samples.views import (
@@ -137,7 +137,7 @@ class Packed(Made):
     def __repr__(self) -> str:
         return f"Packed({self.store!r}: {len(self)} blocks of {self.block} tokens, {self.waste:.1%} padding)"
 
-    def _begin(self, share: Share) -> Iteration:
+    def _begin(self, share: ReplicaShare) -> Iteration:
         return _ReadAhead(order_of(self.order, len(self), share), self._batch)
 
     def _batch(self, blocks: Indices) -> PackedBatch:

@@ -28,9 +28,9 @@ from penstock.samples.encoding import Decoder
 from penstock.samples.failures import CLOSED, Failure, cannot_read
 from penstock.samples.layout import buffer_bytes
 from penstock.samples.objects.cache import CacheOptions
-from penstock.samples.order import CacheShape, Segment, Share, cache_shape, order_of
+from penstock.samples.order import CacheShape, ReplicaShare, Segment, cache_shape, order_of
 from penstock.samples.places import PathLike
-from penstock.samples.reading import Options, Reader
+from penstock.samples.reading import EpochReader, Options
 from penstock.storage.files import Closing
 from penstock.units import format_bytes, parse_bytes
 
@@ -240,7 +240,7 @@ class Store(Catalog, Closing):
             buffers = self.shape.slots + self.shape.ahead
         self._damaged: set[int] = set()
         self._turn = threading.RLock()  # of sequence and bread
-        self._reading = Reader(self.directories, options, buffers)
+        self._reading = EpochReader(self.directories, options, buffers)
         self.io, self.io_reason = self._reading.io_path
         self._finalizer = weakref.finalize(self, self._reading.close)
         _mounted.add(self)
@@ -322,7 +322,7 @@ class Store(Catalog, Closing):
         Raises InvalidArgument.
         """
         replicas = self.world_size if replicas is None else replicas
-        share = Share(seed, epoch, after, self.rank if replica is None else replica, replicas, skip)
+        share = ReplicaShare(seed, epoch, after, self.rank if replica is None else replica, replicas, skip)
         firsts = self.firsts if self.order == "chunk" else np.empty(0, np.uint64)
         samples, chosen = self._samples, None
         if kept is not None:  # numbered through, chunk by chunk

@@ -73,7 +73,7 @@ def unpack(
         indices = range(len(store)) if names is None else store.indices(names)
         _check_names(store, indices, flat)
         written = size_bytes = 0
-        with _Writer(Path(dest), overwrite) as writer:
+        with _FileWriter(Path(dest), overwrite) as writer:
             for batch in _batches(store, indices):
                 for at, data in zip(batch.tolist(), store.read_many(batch), strict=True):
                     place = _place(store.name(at), flat)
@@ -146,7 +146,7 @@ def _refusal(place: tuple[bytes, ...]) -> str | None:
     return None
 
 
-class _Writer(Closing):
+class _FileWriter(Closing):
     """Writes files below a folder, never through links. Keeps the last folder open."""
 
     def __init__(self, dest: Path, overwrite: bool) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidArgument
-from penstock.samples.order import Indices, Segment, Share, Slots
+from penstock.samples.order import Indices, ReplicaShare, Segment, Slots
 from penstock.samples.store import Batch, Store
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Made(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def _begin(self, share: Share) -> Iteration:
+    def _begin(self, share: ReplicaShare) -> Iteration:
         """Raises InvalidArgument."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Made(ABC):
         """Begin an epoch, as `Store.sequence` says. Raises InvalidArgument."""
         replicas = self.world_size if replicas is None else replicas
         replica = self.rank if replica is None else replica
-        self._iteration = self._begin(Share(seed, epoch, after, replica, replicas, skip))
+        self._iteration = self._begin(ReplicaShare(seed, epoch, after, replica, replicas, skip))
         self.sequences += 1
 
     def bread(self, n: int) -> Batch | None:

@@ -30,7 +30,7 @@ from penstock.errors import SampleError, with_errno
 from penstock.samples import layout, progress
 from penstock.samples.builder import Block, Builder, Pieces, joined, lookup_of, with_lengths
 from penstock.samples.manifest import DataFile, FileSum, StoreManifest
-from penstock.samples.places import Folder
+from penstock.samples.places import StoreFolder
 from penstock.samples.progress import Packing
 from penstock.samples.sources.source import RawSample, as_block
 from penstock.samples.threads import DaemonThreads
@@ -123,7 +123,7 @@ def restored(folder: Path, done: Packing) -> Builder:
 _NAMES_AT_ONCE = 4096
 
 
-class Packed:
+class PackedSamples:
     """The samples of an interrupted packing, in order.
 
     Its functions raise SampleError where the source gives others.
@@ -132,7 +132,7 @@ class Packed:
     def __init__(self, folder: Path, done: Packing) -> None:
         self._folder, self._done = folder, done
         files = {
-            name: Folder(folder).load(name, done.files[name].size_bytes)
+            name: StoreFolder(folder).load(name, done.files[name].size_bytes)
             for name in (layout.NAMES, layout.SUMS, layout.LABELS)
             if name in done.files
         }
@@ -203,7 +203,7 @@ class StoreWriter(Closing):
         self.done = done
         self._sending = sending
         self._kept = [name for name in layout.PACKED_FILES if name != layout.LABELS or done.recipe.classes]
-        self._files = _Files(folder, done)
+        self._files = _StoreFiles(folder, done)
         self._thread = Background(f"writing to {folder}", _WAITING, progress=self._sent_bytes)
 
     def _sent_bytes(self) -> int:
@@ -304,7 +304,7 @@ class StoreWriter(Closing):
 
     def _lookup(self) -> npt.NDArray[np.uint8]:
         """The bytes of lookup.bin. Raises SampleError where two samples have one name."""
-        place, sums = Folder(self.folder), self._files.sums
+        place, sums = StoreFolder(self.folder), self._files.sums
         directory, names, anchors = (
             place.load(name, sums[name].size_bytes)
             for name in (layout.DIRECTORY, layout.NAMES, layout.ANCHORS)
@@ -321,7 +321,7 @@ class StoreWriter(Closing):
 _NOTHING = FileSum(size_bytes=0, crc32c=0)
 
 
-class _Files:
+class _StoreFiles:
     """The open files of a store that is being written. sums: their sizes and checksums (0 for data files)."""
 
     def __init__(self, folder: Path, done: Packing) -> None:

@@ -39,7 +39,7 @@ from penstock.core.columns import FloatArray, IntArray
 from penstock.core.hardware import LINKS, TIERS, Hardware
 from penstock.core.memory_profile import as_run, kernels_as_run
 from penstock.core.plan import CODECS, Evict, Plan, Recompute
-from penstock.core.timeline import Sample, Span, Stall, Timeline
+from penstock.core.timeline import MemorySample, Span, Stall, Timeline
 from penstock.core.trace import Trace, within_budget
 from penstock.errors import InvalidArgument
 
@@ -137,11 +137,11 @@ def _span(
     return Span(STREAMS[stream], start_s, end_s, label, index, size_bytes)
 
 
-def _memory(columns: Any) -> dict[str, tuple[Sample, ...]]:
+def _memory(columns: Any) -> dict[str, tuple[MemorySample, ...]]:
     """By tier, the device first: bytes in use over time. Tiers that are never used have no samples."""
-    memory: dict[str, list[Sample]] = {tier: [] for tier in TIERS}
+    memory: dict[str, list[MemorySample]] = {tier: [] for tier in TIERS}
     for tier, time_s, size_bytes in _rows(columns):
-        memory[TIERS[tier]].append(Sample(time_s, size_bytes))
+        memory[TIERS[tier]].append(MemorySample(time_s, size_bytes))
     return {
         tier: tuple(samples)
         for tier, samples in memory.items()

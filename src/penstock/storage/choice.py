@@ -31,7 +31,7 @@ from statistics import median_low
 
 from penstock.errors import InvalidArgument, SpillSpaceFull
 from penstock.options import ChooseBy
-from penstock.storage.costs import KINDS, Entry, Kind, Tables
+from penstock.storage.costs import KINDS, CostEntry, Kind, Tables
 from penstock.storage.rounds import MODES, ChoiceReport, Rounds, shares
 from penstock.units import format_bytes
 
@@ -157,7 +157,7 @@ class SizeClass:
         if held == math.inf or self._cost(medium) < held * (1 - MARGIN):
             self.home = medium
 
-    def learn(self, entries: Iterable[Entry]) -> None:
+    def learn(self, entries: Iterable[CostEntry]) -> None:
         """Add costs that another rank measured, for paths with too few of this one's."""
         self.waits = False
         for entry in entries:
@@ -300,7 +300,7 @@ class Choice:
 
     def learn(self, tables: Tables) -> None:
         """Add costs that other ranks measured."""
-        known: dict[int, list[Entry]] = {}
+        known: dict[int, list[CostEntry]] = {}
         for entry in tables.entries:
             if self._paths_of(entry.class_bytes).get(entry.path) == entry.medium:
                 known.setdefault(entry.class_bytes, []).append(entry)
@@ -318,7 +318,7 @@ class Choice:
     def tables(self) -> Tables:
         return Tables(
             tuple(
-                Entry(
+                CostEntry(
                     class_bytes=1 << number,
                     kind=kind,
                     path=record.path,

@@ -33,7 +33,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CostEntry:
     """The cost of one path for one kind of transfer of one size class.
 
     class_bytes   the smallest size of the class, a power of two; the class ends below its double
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CostRow:
     """One path in one size class, for people. Rates are None where nothing was measured.
 
     writes, reads   it is the fastest one: what a choice with these tables uses
@@ -80,18 +80,18 @@ class Row:
 class Tables:
     """Every cost known. Holds plain values only: `penstock.core.files` saves and loads it."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[CostEntry, ...] = ()
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[CostRow, ...]:
         """By size class and medium, with the fastest paths marked."""
-        classes: dict[int, dict[tuple[str, str, Kind], Entry]] = {}
+        classes: dict[int, dict[tuple[str, str, Kind], CostEntry]] = {}
         for entry in self.entries:
             classes.setdefault(entry.class_bytes, {})[entry.medium, entry.path, entry.kind] = entry
         return tuple(row for _, known in sorted(classes.items()) for row in _rows_of_class(known))
 
 
-def _rows_of_class(known: Mapping[tuple[str, str, Kind], Entry]) -> list[Row]:
-    fastest: dict[tuple[str, Kind], Entry] = {}
+def _rows_of_class(known: Mapping[tuple[str, str, Kind], CostEntry]) -> list[CostRow]:
+    fastest: dict[tuple[str, Kind], CostEntry] = {}
     for (medium, _, kind), entry in sorted(known.items(), key=lambda item: item[1].s_per_byte):
         fastest.setdefault((medium, kind), entry)
 
@@ -107,7 +107,7 @@ def _rows_of_class(known: Mapping[tuple[str, str, Kind], Entry]) -> list[Row]:
     for medium, path in sorted({(medium, path) for medium, path, _ in known}):
         write, read = (known.get((medium, path, kind)) for kind in KINDS)
         rows.append(
-            Row(
+            CostRow(
                 class_bytes=next(iter(known.values())).class_bytes,
                 path=path,
                 medium=medium,
@@ -127,7 +127,7 @@ def merge(a: Tables, b: Tables) -> Tables:
 
     Samples add up; a median is weighted by the samples that it stands on.
     """
-    merged: dict[tuple[int, Kind, str, str], Entry] = {}
+    merged: dict[tuple[int, Kind, str, str], CostEntry] = {}
     for entry in (*a.entries, *b.entries):
         key = (entry.class_bytes, entry.kind, entry.path, entry.medium)
         if (other := merged.get(key)) is not None:

@@ -115,7 +115,7 @@ class Extents:
         self.free.insert(index, (start, end))
 
 
-class Segment(NamedTuple):
+class FileSegment(NamedTuple):
     """Bytes that follow each other in one file.
 
     file     index of the file
@@ -151,11 +151,11 @@ class Stripes:
         """The files that the space still grows in."""
         return self._zones[-1].files
 
-    def segments(self, offset: int, size_bytes: int) -> list[Segment]:
+    def segments(self, offset: int, size_bytes: int) -> list[FileSegment]:
         """Where the bytes [offset, offset + size_bytes) lie, in order. Neighbours in a file are joined."""
         if self._count == 1:
-            return [Segment(0, offset, 0, size_bytes)] if size_bytes else []
-        joined: list[Segment] = []
+            return [FileSegment(0, offset, 0, size_bytes)] if size_bytes else []
+        joined: list[FileSegment] = []
         for part in self._cut(offset, offset + size_bytes, offset):
             last = joined[-1] if joined else None
             if last and last.file == part.file and last.offset + last.size_bytes == part.offset:
@@ -184,7 +184,7 @@ class Stripes:
         kept = [zone._replace(end=min(zone.end, begin)) for zone in self._zones if zone.begin < begin]
         self._zones = [*kept, _Zone(begin, 1 << 62, files, tuple(sizes[other] for other in files))]
 
-    def _cut(self, offset: int, end: int, origin: int) -> Iterator[Segment]:
+    def _cut(self, offset: int, end: int, origin: int) -> Iterator[FileSegment]:
         for zone in self._zones:
             # One file needs no stripes.
             stripe_bytes = self.stripe_bytes if len(zone.files) > 1 else zone.end
@@ -193,5 +193,5 @@ class Stripes:
                 turn, place = divmod(row, len(zone.files))
                 size = min(end, zone.end, offset + stripe_bytes - within) - offset
                 begin = zone.bases[place] + turn * stripe_bytes + within
-                yield Segment(zone.files[place], begin, offset - origin, size)
+                yield FileSegment(zone.files[place], begin, offset - origin, size)
                 offset += size

@@ -43,7 +43,7 @@ class GpuDirectTransport(Workers):
     methods: tuple[str, ...] = ("gpu-direct",)
 
     def __init__(self, threads: int = THREADS, piece_bytes: int = PIECE_BYTES) -> None:
-        self._files = _Files(_open_kvikio(threads))
+        self._files = _RegisteredFiles(_open_kvikio(threads))
         super().__init__(threads, "kvikio", piece_bytes)
 
     def close(self, timeout_s: float = FOR_EVER_S) -> bool:
@@ -121,7 +121,7 @@ class _DeviceMemory:
         }
 
 
-class _Files:
+class _RegisteredFiles:
     """Files registered with cuFile, each once for as long as its descriptor is open."""
 
     def __init__(self, kvikio: Any) -> None:

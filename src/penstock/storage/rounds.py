@@ -52,7 +52,7 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class PolicyScore:
     """How good one policy was, over all size classes. A policy is a path, or one of `POLICIES`.
 
     best    fraction of the rounds in which what it uses was the fastest. Rounds are not equally long:
@@ -73,7 +73,7 @@ class ChoiceReport:
     """
 
     rows: tuple[ReportRow, ...] = ()
-    shares: Mapping[Mode, Mapping[str, Share]]
+    shares: Mapping[Mode, Mapping[str, PolicyScore]]
 
     def describe(self) -> str:
         """One table for each kind, then its summary."""
@@ -181,7 +181,7 @@ def _named(parts: Sequence[PathCost]) -> str:
     return ", ".join(dict.fromkeys(part.path for part in parts))
 
 
-def shares(counted: Sequence[Rounds]) -> dict[str, Share]:
+def shares(counted: Sequence[Rounds]) -> dict[str, PolicyScore]:
     """By policy, over the rounds of several size classes. `POLICIES` come first; "Best" is each class's most
     frequent winner."""
     counted = [rounds for rounds in counted if rounds.count]
@@ -193,7 +193,7 @@ def shares(counted: Sequence[Rounds]) -> dict[str, Share]:
             sum(numbers)
             for numbers in zip(*((r.won[p], r.time_s[p], r.optimum_s[p]) for r, p in used), strict=True)
         )
-        found[policy] = Share(
+        found[policy] = PolicyScore(
             best=won / sum(rounds.count for rounds in counted), speed=optimum_s / time_s if time_s else None
         )
     return found

@@ -9,7 +9,7 @@ from penstock.errors import InvalidArgument, SpillError, SpillSpaceFull, with_er
 from penstock.storage.aligned import align_down
 from penstock.storage.extents import ALIGNMENT_BYTES
 from penstock.storage.nvme.contents import HEAD_BYTES, SPILL_MAGIC, in_the_way
-from penstock.storage.nvme.lease import Held, Lease, wait_for_others
+from penstock.storage.nvme.lease import NamespaceInUse, NamespaceLease, wait_for_others
 from penstock.storage.nvme.namespace import Namespace, TargetError
 from penstock.storage.nvme.url import Url
 from penstock.storage.transfer import Transfer
@@ -127,8 +127,8 @@ class SpillNamespace:
         try:
             wait_for_others(namespace, self.place.takeover)
             self._refuse_others()  # as it is now
-            self._lease = Lease(namespace, SPILL_MAGIC)
-        except Held as held:
+            self._lease = NamespaceLease(namespace, SPILL_MAGIC)
+        except NamespaceInUse as held:
             raise SpillError(f"{held}: use another namespace to spill to") from held
 
     def _refuse_others(self) -> None:
@@ -142,6 +142,6 @@ class SpillNamespace:
             )
 
 
-def _unusable(url: Url, error: TargetError | Held) -> SpillError:
+def _unusable(url: Url, error: TargetError | NamespaceInUse) -> SpillError:
     unusable = SpillError(f"tensors cannot be spilled to {url}: {error}")
     return with_errno(unusable, getattr(error, "errno", None) or errno.EIO)

@@ -43,7 +43,7 @@ from penstock.planners.problem import (
     with_fastest,
     with_least_workspace,
 )
-from penstock.planners.rules import Room
+from penstock.planners.rules import FreeBytes
 from penstock.simulator import simulate
 from penstock.units import format_bytes, format_seconds
 
@@ -98,7 +98,7 @@ def _prefer_host(problem: Problem, iteration_s: float, decision: Decision) -> De
 
     The largest first. Equal times are not equal: a disk wears out, and is the less predictable of the two.
     """
-    room = Room(problem)
+    room = FreeBytes(problem)
     if "host" not in room.free:
         return decision
     evictions = list(decision.evictions)

@@ -30,7 +30,7 @@ import numpy as np
 
 from penstock.core.columns import FloatArray, IntArray
 from penstock.core.memory_profile import least_workspace_bytes
-from penstock.planners.optimal.program import Amounts, Builder, Flows, joined, proven, solve
+from penstock.planners.optimal.program import Amounts, Flows, ProgramBuilder, joined, proven, solve
 from penstock.planners.optimal.slots import EvictionCandidates, Slots, make_slots
 from penstock.planners.problem import Problem
 from penstock.simulator import ACTIONS, DISK, DISK_CSR, HOST, HOST_CSR, KEEP, MOVES, RECOMPUTE
@@ -58,7 +58,7 @@ class LPModel:
         self.unit_bytes = max(float(live_bytes.max()), 1.0) / _SCALE
         self.unit_s = (float(kernel_time_s.sum()) or 1.0) / _SCALE
         self.count = len(slots)
-        self.build = Builder()
+        self.build = ProgramBuilder()
         self.flows = Flows(self.build, self.count, candidates.wraps)
         self.size: FloatArray = candidates.size_bytes / self.unit_bytes
         # A period is away at the ends of slots [starts, ends); where there are none, it cannot matter.

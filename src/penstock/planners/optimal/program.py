@@ -49,7 +49,7 @@ class Program:
 
 
 @dataclass(slots=True)
-class Builder:
+class ProgramBuilder:
     """Collects blocks; `program` puts them together."""
 
     columns: int = 0
@@ -136,7 +136,7 @@ class Flows:
     after the last slot is there in the first; otherwise nothing is there before the first slot.
     """
 
-    build: Builder
+    build: ProgramBuilder
     count: int
     cyclic: bool
 

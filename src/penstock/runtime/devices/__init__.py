@@ -155,15 +155,15 @@ class Copies(Protocol):
         it is 0 afterwards, the packed bytes are given up."""
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        """Copy the bytes to the slot, or where it is `writing` those that `pack` made. A write meanwhile is
-        noticed, and makes the copy `void`, or is announced by `will_write`."""
+        """Copy the bytes to the slot, or where it is `writing_packed` those that `pack` made. A write
+        meanwhile is noticed, and sets `copy_invalid`, or is announced by `will_write`."""
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         """Give the storage's memory back; its copy is complete, or packed in memory. Where it is AWAY, that
         of its packed bytes, which the slot has, too. False: it was written meanwhile."""
         ...
 
-    def prepare(
+    def prepare_copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
     ) -> bool:
         """Take memory to bring the bytes back to, or as they are in the slot where they are to stay
@@ -176,25 +176,25 @@ class Copies(Protocol):
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        """Copy the slot's bytes to the memory that `prepare` took, or expand what is packed on the device."""
+        """Copy the slot's bytes to the memory that `prepare_copy_in` took, or expand what is packed there."""
 
     def raise_priority(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""
         return
 
-    def join(self, managed: ManagedStorage) -> bool:
+    def make_kernels_wait(self, managed: ManagedStorage) -> bool:
         """Let what kernels do from now on wait, on the device, for the copy of the storage that is under way:
         to the program it is over then. False: the host has to wait for it."""
         return False
 
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
+    def finish_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
         """The bytes are there: let the program see them, but for what stays packed. True: the slot has the
         same bytes, and a write that nobody announces is noticed. `ManagedStorage.keeps_copy` says whether
         that is worth anything. None: a kernel needed the memory first, and the storage is away as before."""
         ...
 
-    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        """Undo `prepare`: the copy failed."""
+    def cancel_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+        """Undo `prepare_copy_in`: the copy failed."""
 
     def will_write(self, managed: ManagedStorage) -> None:
         """A kernel is about to write to the storage."""
@@ -207,9 +207,9 @@ class Copies(Protocol):
         """
         return
 
-    def notice(self) -> None:
+    def report_unasked_moves(self) -> None:
         """Tell the engine, by `came_back_unasked` and `left_unasked`, what the device moved by itself. What
-        it keeps a copy of by itself is `ManagedStorage.gone`."""
+        it keeps a copy of by itself is `ManagedStorage.swapped_out`."""
         return
 
 
@@ -302,13 +302,13 @@ class Device(Copies, Recomputes):
     def begin_kernel(self) -> None:
         """A kernel begins. In the arena it is told only where something was moved unasked."""
 
-    def use(self, storages: Sequence[ManagedStorage]) -> None:
+    def will_use(self, storages: Sequence[ManagedStorage]) -> None:
         """A kernel of this thread is about to use these: they stay until the next one does."""
 
     def end_kernel(self) -> None:
         """The kernel is over, or failed."""
 
-    def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
+    def change_pins(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
         """What the kernel uses is used for longer, by one more or one less: it stays where it is, and
         ``writable`` by the system, too. What only the engine moves is pinned."""
 
@@ -316,7 +316,7 @@ class Device(Copies, Recomputes):
         """The arena could not bring back what a kernel uses. Raises BudgetTooSmall, SpillError."""
         raise error
 
-    def stay_near(self, begins_s: float) -> None:
+    def limit_lead(self, begins_s: float) -> None:
         """Have the host wait for the device where it is far ahead. With the engine's lock held, once.
 
         begins_s   of the step, when the kernel is to begin
@@ -325,7 +325,7 @@ class Device(Copies, Recomputes):
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
 
-    def marked(self, text: str) -> AbstractContextManager[None]:
+    def profiler_range(self, text: str) -> AbstractContextManager[None]:
         """Show what is done meanwhile on this thread in a profiler of the device, by that name."""
         return contextlib.nullcontext()
 

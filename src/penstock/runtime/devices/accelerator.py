@@ -12,9 +12,9 @@ Rules that keep copies and kernels apart:
 - what is copied in lands in memory taken on the compute stream that the tensor's memory came from, and
   waits for an event recorded then: until it the allocator's former owner may still be using the memory;
 - storages are emptied, and handed to kernels, only after the host has seen the copy complete, or once all
-  streams of kernels wait for it (`join`). Where kernels ran on several streams, the stream that owns the
-  memory waits for the others first; of what was made before the run it is not known, and the allocator waits
-  for all of them;
+  streams of kernels wait for it (`make_kernels_wait`). Where kernels ran on several streams, the stream that
+  owns the memory waits for the others first; of what was made before the run it is not known, and the
+  allocator waits for all of them;
 - a block of host memory is used for something else only after the host has seen the copies to and from it
   complete;
 - what leaves compressed is packed on a stream of its own, into memory of that stream, and emptied when the
@@ -45,10 +45,10 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.runtime.devices import Device, Done, Moved
 from penstock.runtime.devices.compaction import Compaction
-from penstock.runtime.devices.copies import Copies, Events, Slot, as_bytes
+from penstock.runtime.devices.copies import AcceleratorSlot, CopyQueues, Events, as_bytes
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.meters import AllocatorMeter
-from penstock.runtime.devices.packing import Packing
+from penstock.runtime.devices.packing import DevicePacking
 from penstock.runtime.devices.reserved import ReservedMemory, least_budget, plannable
 from penstock.runtime.devices.room import AllocatorRoom
 from penstock.runtime.storage_methods import held_bytes
@@ -119,10 +119,10 @@ class AcceleratorDevice(Device):
         self.device = driver.device
         self.current_stream: Callable[[], Any] | None = driver.current_stream
         self._events = Events(driver)
-        self._copies = Copies(driver, self._events, spill, host_bytes, chunk_bytes, chunks)
+        self._copies = CopyQueues(driver, self._events, spill, host_bytes, chunk_bytes, chunks)
         self.streams = self._copies.streams
         self.paths = self._copies.paths
-        self._packing = Packing(self, driver, self._events)
+        self._packing = DevicePacking(self, driver, self._events)
         self._compaction = Compaction(driver, self._events, self._copies, self.memory)
         self.room = AllocatorRoom(self, driver, self._reserved, self._compaction)
         self.meter = AllocatorMeter(driver, self._reserved)
@@ -137,14 +137,14 @@ class AcceleratorDevice(Device):
     def adopt(self, managed: ManagedStorage, storage: torch.UntypedStorage, made: bool) -> bool:
         if not self.has(storage) or not managed.size_bytes or not storage.resizable():
             return False
-        managed.place = self._driver.current_stream()
+        managed.owner_stream = self._driver.current_stream()
         self._compaction.put(managed, storage)
         if not made:
             self._found.add(managed.key)
             managed.reports_freed = True
             self._reserved.take_over(managed.size_bytes)
-            self.memory.asks_in = 0
-        self.memory.known_bytes += managed.size_bytes
+            self.memory.recount_in = 0
+        self.memory.managed_bytes += managed.size_bytes
         return True
 
     def on_storage_freed(self, managed: ManagedStorage) -> None:
@@ -153,7 +153,7 @@ class AcceleratorDevice(Device):
         self._recorded.pop(managed.key, None)
         self._found.discard(managed.key)
         if managed.state not in (AWAY, DROPPED):
-            self.memory.known_bytes -= managed.size_bytes
+            self.memory.managed_bytes -= managed.size_bytes
         self._packing.drop(managed)
         self._free_copy(managed)
 
@@ -161,7 +161,7 @@ class AcceleratorDevice(Device):
         return storage.device == self._driver.device
 
     def record_stream(self, managed: ManagedStorage, stream: Any) -> None:
-        managed.reports_freed = managed.stays = True
+        managed.reports_freed = managed.fixed_in_segment = True
         recorded = self._recorded.setdefault(managed.key, [])
         if stream not in recorded:
             recorded.append(stream)
@@ -180,19 +180,19 @@ class AcceleratorDevice(Device):
 
     def in_memory_bytes(self) -> int:
         memory = self.memory
-        if memory.asks_in <= 0:
-            memory.asks_in = ASKED_EVERY
+        if memory.recount_in <= 0:
+            memory.recount_in = ASKED_EVERY
             allocated_bytes = self._driver.allocated_bytes() - self._reserved.foreign_bytes
-            memory.beside_bytes = max(allocated_bytes - memory.known_bytes, 0)
-        memory.asks_in -= 1
+            memory.unmanaged_bytes = max(allocated_bytes - memory.managed_bytes, 0)
+        memory.recount_in -= 1
         return memory.in_use_bytes()
 
-    def prepare(
+    def prepare_copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
     ) -> bool:
         if packed:
-            slot: Slot = managed.slot
-            content = self._driver.allocate(slot.packed_bytes, managed.place)
+            slot: AcceleratorSlot = managed.slot
+            content = self._driver.allocate(slot.packed_bytes, managed.owner_stream)
             if content is None:
                 self.room.on_out_of_memory(slot.packed_bytes)
                 return False
@@ -201,14 +201,14 @@ class AcceleratorDevice(Device):
         if not self.room.has_hole(managed.size_bytes, waits):
             return False
         self._driver.set_access_error(storage, None)
-        if not self._driver.resize(storage, managed.size_bytes, managed.place):
+        if not self._driver.resize(storage, managed.size_bytes, managed.owner_stream):
             self._driver.set_access_error(storage, AWAY_TEXT)
             self.room.on_out_of_memory(managed.size_bytes)
             return False
         self._compaction.put(managed, storage)
         for stream in self._recorded.get(managed.key, ()):  # the allocator knows it of other memory
             self._driver.record_stream(storage, stream)
-        self.memory.known_bytes += managed.size_bytes
+        self.memory.managed_bytes += managed.size_bytes
         return True
 
     def release(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -220,30 +220,30 @@ class AcceleratorDevice(Device):
         for stream in self.streams:
             if found:
                 self._driver.record_stream(storage, stream)
-            elif stream != managed.place:  # it may still be using the memory, which its owner hands out again
-                self._events.order(stream, managed.place)
+            elif stream != managed.owner_stream:  # it may still use what the owner hands out again
+                self._events.order(stream, managed.owner_stream)
         self._empty(managed, storage)
         return True
 
-    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+    def cancel_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         if held_bytes(storage):
             self._empty(managed, storage)
         else:
             self._packing.drop(managed)
 
     def _empty(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
-        self._driver.resize(storage, 0, managed.place)
+        self._driver.resize(storage, 0, managed.owner_stream)
         if self.memory.segment is not None:  # not before: a kernel that is being launched asks the allocator
             self.memory.segment.take(managed)
         self._driver.set_access_error(storage, AWAY_TEXT)
-        self.memory.known_bytes -= managed.size_bytes
+        self.memory.managed_bytes -= managed.size_bytes
         self.meter.emptied_bytes += managed.size_bytes
 
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
+    def finish_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
         if not held_bytes(storage):  # it stays packed
             return True
         was_packed = managed.key in self._packing.packed
-        if not managed.writing:
+        if not managed.writing_packed:
             self._packing.drop(managed)
         return managed.clean or not was_packed
 
@@ -266,18 +266,18 @@ class AcceleratorDevice(Device):
         return True
 
     def prepare_write(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        if not self.prepare(managed, storage):
+        if not self.prepare_copy_in(managed, storage):
             return False
         current = self._driver.current_stream()
-        if managed.place != current:  # the memory may still be in use there
-            self._events.order(managed.place, current)
+        if managed.owner_stream != current:  # the memory may still be in use there
+            self._events.order(managed.owner_stream, current)
         return True
 
-    def use(self, storages: Sequence[ManagedStorage]) -> None:
-        self.memory.asks_in = 0  # what a kernel makes that runs again is not known yet
+    def will_use(self, storages: Sequence[ManagedStorage]) -> None:
+        self.memory.recount_in = 0  # what a kernel makes that runs again is not known yet
 
-    def notice(self) -> None:
-        self.memory.asks_in = 0  # what others had may be free again
+    def report_unasked_moves(self) -> None:
+        self.memory.recount_in = 0  # what others had may be free again
 
     def plannable(self, trace: Trace, budget_bytes: int) -> tuple[Trace, int]:
         return plannable(trace, budget_bytes, self._reserved.small_bytes)
@@ -287,15 +287,15 @@ class AcceleratorDevice(Device):
 
     # -- copies --------------------------------------------------------------------------------
 
-    def reserve(self, managed: ManagedStorage, tier: str) -> Slot:
+    def reserve(self, managed: ManagedStorage, tier: str) -> AcceleratorSlot:
         return self._copies.reserve(managed.size_bytes, tier)
 
-    def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
+    def free_slot(self, managed: ManagedStorage, slot: AcceleratorSlot) -> None:
         self._copies.free_slot(slot)
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        slot: Slot = managed.slot
-        if managed.writing:  # the host has seen the packing complete
+        slot: AcceleratorSlot = managed.slot
+        if managed.writing_packed:  # the host has seen the packing complete
             packed = self._packing.packed[managed.key]
             slot.codec, slot.packed_bytes = packed.codec, packed.content.nbytes()
 
@@ -310,22 +310,22 @@ class AcceleratorDevice(Device):
             # On any thread: what it waits for is what the program has launched, not this thread.
             ready = [self._events.record(stream) for stream in self.streams]
             slot.codec, slot.packed_bytes = ("raw", 0), 0
-            self._copies.begin(True, managed, storage, ready, done, joins=True)
+            self._copies.begin(True, managed, storage, ready, done, kernels_may_wait=True)
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
     ) -> None:
-        ready = [self._events.record(managed.place)]
+        ready = [self._events.record(managed.owner_stream)]
         packed = self._packing.packed.get(managed.key)
         if packed is None:
-            self._copies.begin(False, managed, storage, ready, done, joins=True, priority=priority)
+            self._copies.begin(False, managed, storage, ready, done, kernels_may_wait=True, priority=priority)
         elif held_bytes(storage):
             self._packing.expand(managed, storage, ready, priority, done)
         else:
             self._copies.begin(False, managed, packed.content, ready, done, priority=priority)
 
-    def join(self, managed: ManagedStorage) -> bool:
-        return self._copies.join(managed)
+    def make_kernels_wait(self, managed: ManagedStorage) -> bool:
+        return self._copies.make_kernels_wait(managed)
 
     def raise_priority(self, managed: ManagedStorage) -> None:
         self._copies.raise_priority(managed)
@@ -339,7 +339,7 @@ class AcceleratorDevice(Device):
 
     # -- kernels -------------------------------------------------------------------------------
 
-    def stay_near(self, begins_s: float) -> None:
+    def limit_lead(self, begins_s: float) -> None:
         """Far ahead of the device the host sees no copy end. Then what leaves is in the way of what is made,
         and kernels wait for the copies whose memory only another copy needs."""
         passed_s = begins_s - self._begins_s
@@ -379,11 +379,11 @@ class AcceleratorDevice(Device):
 
     def begin_step(self) -> None:
         self.room.begin_step()
-        self.memory.asks_in = 0
+        self.memory.recount_in = 0
         self.meter.begin_step()
 
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
-        return self._driver.marked(text)
+    def profiler_range(self, text: str) -> contextlib.AbstractContextManager[None]:
+        return self._driver.profiler_range(text)
 
     def synchronize(self) -> None:
         for stream in self.streams:
@@ -424,11 +424,11 @@ class AcceleratorDevice(Device):
         is_compressed = managed.key not in self._packing.packed and managed.slot.packed_bytes > 0
         try:
             for packed in (True, False) if is_compressed else (False,):  # it is fetched, and then expanded
-                if not self.prepare(managed, storage, packed):
+                if not self.prepare_copy_in(managed, storage, packed):
                     return False
                 self.copy_in(managed, storage, DEMAND, lambda error, _: over.put(error))
                 if (error := over.get()) is not None:
-                    self.give_up(managed, storage)
+                    self.cancel_copy_in(managed, storage)
                     raise error
             self.engine.came_back_unasked(managed, clean=False)
             self._free_copy(managed)

@@ -18,7 +18,7 @@ import torch
 
 from penstock._native import DeviceMemory, DeviceSegment, Leaves
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.devices.copies import Copies, Events
+from penstock.runtime.devices.copies import CopyQueues, Events
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storages import RESIDENT, ManagedStorage
@@ -40,7 +40,7 @@ class Compaction:
     moved_bytes   within the device, in total
     """
 
-    def __init__(self, driver: Driver, events: Events, copies: Copies, memory: DeviceMemory) -> None:
+    def __init__(self, driver: Driver, events: Events, copies: CopyQueues, memory: DeviceMemory) -> None:
         self._driver, self._events, self._copies = driver, events, copies
         self._memory = memory  # its segment is the one that is followed
         self._segment: DeviceSegment | None = None
@@ -100,7 +100,7 @@ class Compaction:
         self._copies.poll()
         needed_bytes = sum(sizes)
         leaves = Leaves.leaving if may_leave else Leaves.nothing
-        wait = engine.wait_for_one_that_leaves if may_leave else engine.join_one_that_leaves
+        wait = engine.wait_for_one_that_leaves if may_leave else engine.kernels_wait_for_one_that_leaves
         attempts = 0
         while (segment := self._segment) is not None:
             if segment.fits(sizes):
@@ -140,7 +140,7 @@ class Compaction:
             if not all(self._hold(segment, held, address) for address, _ in free):
                 return False
             for managed in move:
-                address = managed.lies_at
+                address = managed.segment_address
                 if not self._move(segment, managed) or not self._hold(segment, held, address):
                     return False
             return True
@@ -170,13 +170,13 @@ class Compaction:
                 segment.give_up(taken)
 
     def _move(self, segment: DeviceSegment, managed: ManagedStorage) -> bool:
-        storage = managed.hold or managed.storage()
+        storage = managed.kept_alive or managed.storage()
         if storage is None or not segment.fits([managed.size_bytes]):
             return False
-        if managed.waits:  # a copy to or from it, which begins where it lies then
+        if managed.copy_pending:  # a copy to or from it, which begins where it lies then
 
             def moved() -> Any:
-                return self._events.record(managed.place) if self._resize(managed, storage) else None
+                return self._events.record(managed.owner_stream) if self._resize(managed, storage) else None
 
             if not self._copies.change(managed, moved):
                 return False
@@ -186,7 +186,7 @@ class Compaction:
         return True
 
     def _resize(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
-        if not self._driver.resize(storage, managed.size_bytes, managed.place):
+        if not self._driver.resize(storage, managed.size_bytes, managed.owner_stream):
             self.on_out_of_memory(managed.size_bytes)
             return False
         self.moved_bytes += managed.size_bytes

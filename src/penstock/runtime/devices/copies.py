@@ -24,7 +24,7 @@ from penstock.storage.spill import SpillSpace
 
 
 @dataclass(slots=True)
-class Slot:
+class AcceleratorSlot:
     """Where a copy of a storage is: a block of the pinned slab, or an extent of the spill space.
 
     codec          of the copy, and bytes of an element
@@ -72,7 +72,7 @@ class Events:
         self.free.append(event)
 
 
-class Copies:
+class CopyQueues:
     """The queues of both directions and both tiers, and which copies kernels wait for.
 
     host_bytes            page-locked host memory, staging included
@@ -127,18 +127,18 @@ class Copies:
             )
         )
         # By key: the copy of it as it is to or from the host, which kernels may wait for.
-        self._joinable: dict[int, tuple[StreamQueue, Copy]] = {}
-        self._joined: set[Any] = set()  # events of those that they wait for
+        self._waitable: dict[int, tuple[StreamQueue, Copy]] = {}
+        self._waited_on: set[Any] = set()  # events of those that they wait for
         self._programs: set[int] = set()  # threads that have polled
         self._lock = threading.Lock()  # both, and how many copies use a block of the slab
 
-    def reserve(self, size_bytes: int, tier: str) -> Slot:
+    def reserve(self, size_bytes: int, tier: str) -> AcceleratorSlot:
         block = self.slab.try_allocate(size_bytes) if tier == "host" else None
         if block is not None:
-            return Slot("host", block)
-        return Slot("disk", self.paths.allocate(size_bytes))
+            return AcceleratorSlot("host", block)
+        return AcceleratorSlot("disk", self.paths.allocate(size_bytes))
 
-    def free_slot(self, slot: Slot) -> None:
+    def free_slot(self, slot: AcceleratorSlot) -> None:
         if slot.tier == "host":
             with self._lock:
                 slot.is_freed = True
@@ -155,15 +155,15 @@ class Copies:
         ready: list[Any],
         done: Done,
         *,
-        joins: bool = False,
+        kernels_may_wait: bool = False,
         priority: int = EVICT,
     ) -> None:
         """Copy a storage's content, as it is or packed, to its slot, or back.
 
-        ready   events after which it may begin
-        joins   kernels may wait for it on the device, if it is to or from the host
+        ready              events after which it may begin
+        kernels_may_wait   for it, on the device, if it is to or from the host
         """
-        slot: Slot = managed.slot
+        slot: AcceleratorSlot = managed.slot
         if slot.tier != "host":
             waiting = self._to_disk if out else self._from_disk
             waiting.put(Copy(managed, content, slot.block, ready, done), priority)
@@ -171,46 +171,46 @@ class Copies:
 
         def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
             with self._lock:
-                if self._joinable.get(managed.key) == joinable:
-                    del self._joinable[managed.key]
-                    managed.waits = False
-                self._joined.discard(copy.over)
+                if self._waitable.get(managed.key) == waitable:
+                    del self._waitable[managed.key]
+                    managed.copy_pending = False
+                self._waited_on.discard(copy.over)
                 self._copy_over(slot)
             self._events.free.extend(ready)
             done(error, moved)
 
         copy = Copy(managed, content, slot.block, ready, over)
-        joinable = self._to_host if out else self._from_host, copy
+        waitable = self._to_host if out else self._from_host, copy
         with self._lock:
             slot.copies += 1
             try:
-                joinable[0].put(copy, priority)
+                waitable[0].put(copy, priority)
             except BaseException:
                 self._copy_over(slot)
                 raise
-            if joins:
-                self._joinable[managed.key] = joinable
-                managed.waits = True
+            if kernels_may_wait:
+                self._waitable[managed.key] = waitable
+                managed.copy_pending = True
 
-    def _copy_over(self, slot: Slot) -> None:
+    def _copy_over(self, slot: AcceleratorSlot) -> None:
         slot.copies -= 1
         if slot.is_freed and not slot.copies:
             self.slab.release(slot.block)
 
-    def join(self, managed: ManagedStorage) -> bool:
+    def make_kernels_wait(self, managed: ManagedStorage) -> bool:
         """Make kernels wait for the storage's copy. False: there is no copy that they can wait for."""
         with self._lock:
-            joinable = self._joinable.pop(managed.key, None)
-            if joinable is None:
+            waitable = self._waitable.pop(managed.key, None)
+            if waitable is None:
                 return False
-            waiting, copy = joinable
-            managed.waits = False
+            waiting, copy = waitable
+            managed.copy_pending = False
             event = waiting.issue_now(copy)
             if event is None:  # it failed, as `done` reports
                 return False
-            self._joined.add(event)
+            self._waited_on.add(event)
             copy.storage = None  # memory freed from now on is freed behind the copy
-            for stream in {*self.streams, managed.place}:
+            for stream in {*self.streams, managed.owner_stream}:
                 stream.wait_event(event)
         return True
 
@@ -218,9 +218,9 @@ class Copies:
         """Call ``change`` before the storage's copy is issued, and make the copy wait for the event that it
         returns. False: there is no such copy, or it was issued already."""
         with self._lock:
-            joinable = self._joinable.get(managed.key)
-            managed.waits = joinable is not None and joinable[0].add_wait(joinable[1], change)
-            return managed.waits
+            waitable = self._waitable.get(managed.key)
+            managed.copy_pending = waitable is not None and waitable[0].add_wait(waitable[1], change)
+            return managed.copy_pending
 
     @property
     def has_backlog(self) -> bool:
@@ -245,7 +245,7 @@ class Copies:
         """Kernels run on this stream, too: make it wait for the copies that the others wait for."""
         with self._lock:
             self.streams.append(stream)
-            for event in self._joined:
+            for event in self._waited_on:
                 stream.wait_event(event)
 
     def raise_priority(self, managed: ManagedStorage) -> None:

@@ -58,7 +58,7 @@ _left_behind: list[object] = []  # memory of the arena's that the system may rea
 
 
 @dataclass(slots=True)
-class Slot:
+class CpuSlot:
     """Where a copy of a storage is.
 
     packing   of the copy, which ends where the storage's pages do where it is packed
@@ -86,7 +86,7 @@ class ArenaRoom(Room):
         device = self._device
         pinned = [managed.address for managed in device.storages.all() if managed.pins and managed.address]
         made = _native.arena_make_room(size_bytes, pinned)
-        device.notice()
+        device.report_unasked_moves()
         return made
 
     def budget_for(self, size_bytes: int) -> int:
@@ -116,7 +116,7 @@ class ArenaRoom(Room):
                     "choose another spill_dir."
                 )
                 raise with_errno(failure, error_number or None) from None  # torch's own says less
-            needed_bytes = max(needed_bytes, stats.refused_at_bytes + device.memory.beside_bytes)
+            needed_bytes = max(needed_bytes, stats.refused_at_bytes + device.memory.unmanaged_bytes)
             raise BudgetTooSmall(
                 f"a kernel asked for {format_bytes_up(refused_bytes)} more, with tensors in use that cannot "
                 f"leave: it needs {format_bytes_up(needed_bytes)}, and the device budget is "
@@ -173,7 +173,7 @@ class CpuDevice(Device):
         if 0 < serial < self.first_serial:  # of an earlier run, and now of this one
             address = _address(managed, storage)
             if _native.arena_state(address) == "out":
-                managed.gone = True
+                managed.swapped_out = True
                 managed.state = AWAY
             else:
                 self.engine.make_room(managed.size_bytes)
@@ -204,8 +204,8 @@ class CpuDevice(Device):
     def _lies_elsewhere(self, size_bytes: int) -> None:
         """So much more lies elsewhere than in the arena, and stays there."""
         self.meter.begin_kernel()  # the peak so far is of what lay elsewhere so far
-        self.memory.beside_bytes += size_bytes
-        self._lease.set_budget(max(self.budget_bytes - self.memory.beside_bytes, 0))
+        self.memory.unmanaged_bytes += size_bytes
+        self._lease.set_budget(max(self.budget_bytes - self.memory.unmanaged_bytes, 0))
 
     def on_storage_freed(self, managed: ManagedStorage) -> None:
         if managed.reports_freed:
@@ -226,9 +226,9 @@ class CpuDevice(Device):
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
         extent = self.spill.try_allocate_host(managed.size_bytes) if tier == "host" else None
-        return Slot(extent or self.spill.allocate(managed.size_bytes))
+        return CpuSlot(extent or self.spill.allocate(managed.size_bytes))
 
-    def free_slot(self, managed: ManagedStorage, slot: Slot) -> None:
+    def free_slot(self, managed: ManagedStorage, slot: CpuSlot) -> None:
         self.spill.release(slot.extent)
 
     def _is_elsewhere(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool:
@@ -236,7 +236,7 @@ class CpuDevice(Device):
         if not managed.movable or _address(managed, storage) == managed.address:
             return not managed.movable
         self.storages.clear_address(managed)
-        managed.movable = managed.guarded = managed.gone = False
+        managed.movable = managed.guarded = managed.swapped_out = False
         self.engine.got_other_memory(managed)
         if not self._serial(managed, storage):
             managed.reports_freed = True
@@ -264,18 +264,18 @@ class CpuDevice(Device):
 
     def _tell_arena(self, managed: ManagedStorage) -> bool:
         """Of its packed bytes, which are in the slot. False: they are not what the storage holds any more."""
-        storage = managed.hold or managed.storage()
+        storage = managed.kept_alive or managed.storage()
         if storage is None or self._is_elsewhere(managed, storage):
             return False
         packed, segments = self._packed[managed.key], self._segments(managed)
         keeps = not managed.freeing_bytes
         if not _native.arena_packed_written(managed.address, packed, segments, keeps):
             return False
-        managed.gone = False
+        managed.swapped_out = False
         return True
 
     def _drop_packed(self, managed: ManagedStorage) -> None:
-        if not managed.writing:
+        if not managed.writing_packed:
             self._packed.pop(managed.key, None)
 
     def _lend(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> int:
@@ -286,19 +286,19 @@ class CpuDevice(Device):
                 if loan := _native.arena_lend(managed.address, guards=True):
                     managed.guarded = True
                     return loan
-                self.notice()  # the arena took it a moment ago
-        managed.void = True
+                self.report_unasked_moves()  # the arena took it a moment ago
+        managed.copy_invalid = True
         return 0
 
     def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        slot: Slot = managed.slot
+        slot: CpuSlot = managed.slot
         content: object = storage
         address, size_bytes, loan = managed.address, managed.size_bytes, 0
-        if managed.writing:
+        if managed.writing_packed:
             content = packed = self._packed[managed.key]
             done = functools.partial(self._packed_is_written, managed, done)
             if not packed.address:  # the arena wrote it elsewhere, for its memory
-                managed.void = True
+                managed.copy_invalid = True
                 done(None, [])
                 return
             slot.packing, address = packed.packing, packed.address
@@ -311,7 +311,7 @@ class CpuDevice(Device):
         over = functools.partial(self._written, managed, loan, _report(managed, size_bytes, done))
         try:
             self.spill.write(
-                slot.extent, address, _page_bytes(size_bytes), content, over, checksum=managed.lasts
+                slot.extent, address, _page_bytes(size_bytes), content, over, checksum=managed.persistent
             )
         except BaseException:
             if loan:
@@ -322,11 +322,11 @@ class CpuDevice(Device):
         self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
     ) -> None:
         with self.engine.lock:
-            self.notice()
+            self.report_unasked_moves()
             if not self._packed[managed.key].address:
-                managed.void, error = True, None
-            elif error is None and managed.state != COMING and not managed.void:
-                managed.void = not self._tell_arena(managed)
+                managed.copy_invalid, error = True, None
+            elif error is None and managed.state != COMING and not managed.copy_invalid:
+                managed.copy_invalid = not self._tell_arena(managed)
             done(error, moved)
             if error is None or managed.state == RESIDENT:
                 self._packed.pop(managed.key, None)  # else it may be written again
@@ -340,9 +340,9 @@ class CpuDevice(Device):
                 if not loan:
                     _left_behind.append(self._packed[managed.key])
             elif loan and not _native.arena_lent_back(loan):
-                managed.void = True
-            self.notice()
-            if managed.void and transfer.error is not None and transfer.error.errno == errno.EFAULT:
+                managed.copy_invalid = True
+            self.report_unasked_moves()
+            if managed.copy_invalid and transfer.error is not None and transfer.error.errno == errno.EFAULT:
                 transfer.error = None
         self._warn_if_abandoned(transfer)
         report(transfer)
@@ -367,7 +367,7 @@ class CpuDevice(Device):
 
     def _segments(self, managed: ManagedStorage) -> list[tuple[int, int, int, int]]:
         """Where the copy lies: of each piece the file, its place there and in the storage's pages, bytes."""
-        slot: Slot = managed.slot
+        slot: CpuSlot = managed.slot
         begin, size_bytes = _place(managed)
         segments = self.spill.segments(slot.extent, size_bytes)
         return [(file, offset, begin + at, size) for file, offset, at, size in segments]
@@ -382,30 +382,30 @@ class CpuDevice(Device):
         if managed.state == LEAVING:  # packed a moment ago
             if not _native.arena_leave_packed(managed.address, self._packed[managed.key]):
                 return False
-            managed.gone = True  # the arena has the only copy
+            managed.swapped_out = True  # the arena has the only copy
         elif not _native.arena_leave(managed.address, self._segments(managed), managed.slot.packing):
             return False
         managed.guarded = False
         return True
 
-    def prepare(
+    def prepare_copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
     ) -> bool:
         if self._is_elsewhere(managed, storage):
             return False
-        if managed.gone or managed.packed_bytes:
+        if managed.swapped_out or managed.packed_bytes:
             return True
         staging = _native.arena_stage(managed.address, packed)
         if staging:
             self._staging[managed.key] = staging, packed
             return True
-        self.notice()  # somebody may have touched it, and the arena may have a copy of its own
-        if managed.gone or not waits:
-            return managed.gone and managed.state == AWAY
+        self.report_unasked_moves()  # somebody may have touched it, and the arena may have a copy of its own
+        if managed.swapped_out or not waits:
+            return managed.swapped_out and managed.state == AWAY
         # Where only the limit on the process's memory is in the way, between pages of what is out, no waiting
         # helps: the arena reads it itself, and meets the limit as far as it can.
         needed_bytes = arena.stats().in_memory_bytes + managed.size_bytes
-        return managed.state == AWAY and needed_bytes + self.memory.beside_bytes <= self.budget_bytes
+        return managed.state == AWAY and needed_bytes + self.memory.unmanaged_bytes <= self.budget_bytes
 
     def copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
@@ -413,7 +413,7 @@ class CpuDevice(Device):
         if managed.key not in self._staging:
             self._reader.submit(self._bring_in, managed, done)
             return
-        slot: Slot = managed.slot
+        slot: CpuSlot = managed.slot
         begin, size_bytes = _place(managed)
         staging, packed = self._staging[managed.key]
         if packed:
@@ -433,8 +433,8 @@ class CpuDevice(Device):
     def read_copy(
         self, managed: ManagedStorage, buffer: AlignedBuffer, done: Callable[[Exception | None], None]
     ) -> bool:
-        self.notice()  # somebody may have touched it, and written to it
-        if managed.state != AWAY or managed.gone or managed.slot.packing.packed_bytes:
+        self.report_unasked_moves()  # somebody may have touched it, and written to it
+        if managed.state != AWAY or managed.swapped_out or managed.slot.packing.packed_bytes:
             return False
         self.spill.read(
             managed.slot.extent,
@@ -460,8 +460,8 @@ class CpuDevice(Device):
         done(error, moved if error is not None else [*moved, _coded("expand", managed, begun_s)])
 
     def _is_forgotten(self, managed: ManagedStorage) -> bool:
-        """Whether the arena took the memory that its bytes were read to: `arrive` says so, and they are read
-        again."""
+        """Whether the arena took the memory that its bytes were read to: `finish_copy_in` says so, and they
+        are read again."""
         with contextlib.suppress(ValueError):
             return _native.arena_state(managed.address) == "out"
         return True
@@ -479,7 +479,7 @@ class CpuDevice(Device):
     def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
         failed: PenstockError | None = None
         try:
-            with contextlib.suppress(ValueError):  # the program gave the storage other memory: see `arrive`
+            with contextlib.suppress(ValueError):  # it has other memory: see `finish_copy_in`
                 _native.arena_bring_in(managed.address)
         except OSError as error:
             failed = SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}")
@@ -489,7 +489,7 @@ class CpuDevice(Device):
             failed = SpillError(f"bytes could not be read back from {self.place_text}: {error}")
         done(failed, [])
 
-    def arrive(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
+    def finish_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
         self._pending.pop(managed.key, None)
         staging, packed = self._staging.pop(managed.key, (0, False))
         arrived = staging != 0 and _native.arena_arrive(staging, packed or managed.keeps_copy)
@@ -498,23 +498,23 @@ class CpuDevice(Device):
         if arrived is None:
             return None
         if not staging:  # the arena has read, or expanded, its own copy
-            clean = managed.clean and not managed.gone
+            clean = managed.clean and not managed.swapped_out
             self._drop_packed(managed)
-            managed.gone = _native.arena_state(managed.address) == "out"  # and has let it leave again
-            managed.guarded = not managed.gone
+            managed.swapped_out = _native.arena_state(managed.address) == "out"  # and has let it leave again
+            managed.guarded = not managed.swapped_out
             if clean and not managed.keeps_copy:
                 self.will_write(managed)
             return clean and managed.keeps_copy
         if packed:
             if not arrived:  # touched meanwhile, and maybe taken again
-                managed.gone = _native.arena_state(managed.address) == "out"
-                managed.guarded = not managed.gone
+                managed.swapped_out = _native.arena_state(managed.address) == "out"
+                managed.guarded = not managed.swapped_out
             return arrived
-        managed.gone = not arrived  # then it was touched, written and taken again meanwhile
+        managed.swapped_out = not arrived  # then it was touched, written and taken again meanwhile
         managed.guarded = arrived and managed.keeps_copy
         return managed.guarded
 
-    def give_up(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
+    def cancel_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> None:
         self._pending.pop(managed.key, None)
         if (staging := self._staging.pop(managed.key, None)) is not None:
             _native.arena_unstage(staging[0])
@@ -529,7 +529,7 @@ class CpuDevice(Device):
             with contextlib.suppress(ValueError):  # the program gave the storage other memory
                 _native.arena_unguard(managed.address)
 
-    def hold(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
+    def change_pins(self, managed: ManagedStorage, change: int, writable: bool = False) -> None:
         if (storage := managed.storage()) is not None:  # a small one, too, that only the arena moves
             address = _address(managed, storage)
             try:
@@ -569,7 +569,7 @@ class CpuDevice(Device):
             _native.arena_keep_for(managed.address, change)
             managed.guarded |= managed.state in (RESIDENT, LEAVING)
 
-    def use(self, storages: Sequence[ManagedStorage]) -> None:
+    def will_use(self, storages: Sequence[ManagedStorage]) -> None:
         try:
             _native.arena_touch([managed.address for managed in storages if managed.address])
         except OSError as error:
@@ -583,23 +583,23 @@ class CpuDevice(Device):
     # -- kernels -------------------------------------------------------------------------------
 
     def begin_kernel(self) -> None:
-        self.notice()
+        self.report_unasked_moves()
 
-    def notice(self) -> None:
+    def report_unasked_moves(self) -> None:
         for address, what in _native.arena_events():
             managed = self.storages.at(address)
             if managed is None:
                 continue  # nobody's any more
             if what == "out":
-                managed.gone = True
+                managed.swapped_out = True
                 managed.guarded = False
                 self.engine.left_unasked(managed)
             else:
                 managed.guarded = True
                 self._drop_packed(managed)
-                was_gone = managed.gone
-                managed.gone = False
-                self.engine.came_back_unasked(managed, clean=not was_gone)
+                was_swapped_out = managed.swapped_out
+                managed.swapped_out = False
+                self.engine.came_back_unasked(managed, clean=not was_swapped_out)
 
     def end_kernel(self) -> None:
         _native.arena_kernel_over()

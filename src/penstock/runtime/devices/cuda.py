@@ -217,7 +217,7 @@ class TorchDriver:
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+    def profiler_range(self, text: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -265,7 +265,7 @@ class CudaDriver(TorchDriver):
         lacks_engine = "unable to find an engine to execute this computation" in text
         return lacks_engine and self._statistics()["num_ooms"] > self._refused_before
 
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+    def profiler_range(self, text: str) -> contextlib.AbstractContextManager[None]:
         """An NVTX range, which Nsight Systems shows; nothing where torch was built without NVTX."""
         return _NvtxRange(text) if self._has_nvtx else contextlib.nullcontext()
 

@@ -61,7 +61,7 @@ class Paths:
 
     def _move(self, kind: Kind, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
         choice, size_bytes = self.choice, copy.size_bytes
-        is_seen = copy.managed.lasts and not self._spill.gpu_direct_only  # a processor checksums it
+        is_seen = copy.managed.persistent and not self._spill.gpu_direct_only  # a processor checksums it
         if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES or is_seen:
             bounce.start(copy, priority, done)
             return

@@ -128,6 +128,6 @@ class Driver(Protocol):
     def synchronize(self) -> None:
         """Wait for all streams."""
 
-    def marked(self, text: str) -> contextlib.AbstractContextManager[None]:
+    def profiler_range(self, text: str) -> contextlib.AbstractContextManager[None]:
         """A range of this name in profilers, on this thread."""
         ...

@@ -29,7 +29,7 @@ class ArenaMeter(Meter):
         _native.arena_reset_peak()
 
     def peak_bytes(self) -> int:
-        peak_bytes = arena.stats().peak_in_memory_bytes + self._memory.beside_bytes
+        peak_bytes = arena.stats().peak_in_memory_bytes + self._memory.unmanaged_bytes
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         return self._peak_bytes
 

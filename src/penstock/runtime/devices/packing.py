@@ -54,14 +54,14 @@ def _elements(content: torch.Tensor, codec: str, itemsize: int) -> torch.Tensor:
     return content.view(_INTEGERS[itemsize] if codec == "csr" else torch.float32)
 
 
-class Packed(NamedTuple):
+class PackedBytes(NamedTuple):
     """Packed bytes on the device, and the codec with the bytes of an element."""
 
     content: torch.UntypedStorage
     codec: tuple[str, int]
 
 
-class Packing:
+class DevicePacking:
     """Packs and expands storages of a device, on a stream of its own.
 
     packed    by key: what is on the device, or being fetched to it
@@ -70,7 +70,7 @@ class Packing:
 
     def __init__(self, device: Device, driver: Driver, events: Events) -> None:
         self._device, self._driver, self._events = device, driver, events
-        self.packed: dict[int, Packed] = {}
+        self.packed: dict[int, PackedBytes] = {}
         self.is_used = False
         self._codecs: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         carry_out = functools.partial(self._carry_out, driver.make_stream())
@@ -118,13 +118,13 @@ class Packing:
 
     def add(self, managed: ManagedStorage, content: torch.UntypedStorage, codec: tuple[str, int]) -> None:
         """Packed bytes of the storage come to this memory."""
-        self.packed[managed.key] = Packed(content, codec)
-        self._device.memory.known_bytes += content.nbytes()
+        self.packed[managed.key] = PackedBytes(content, codec)
+        self._device.memory.managed_bytes += content.nbytes()
 
     def drop(self, managed: ManagedStorage) -> None:
         packed = self.packed.pop(managed.key, None)
         if packed is not None:
-            self._device.memory.known_bytes -= packed.content.nbytes()
+            self._device.memory.managed_bytes -= packed.content.nbytes()
 
     def _carry_out(self, stream: Any, copy: Copy, priority: int, done: Done) -> None:
         done(*self._pack_or_expand(copy, stream))
@@ -159,7 +159,7 @@ class Packing:
                 self._device.poll()
                 if engine.fits(size_bytes):
                     admitted_bytes = size_bytes
-                    memory.known_bytes += size_bytes
+                    memory.managed_bytes += size_bytes
             return admitted_bytes > 0
 
         made = None
@@ -169,6 +169,6 @@ class Packing:
         finally:
             with engine.lock:
                 if made is not None:
-                    self.packed[managed.key] = Packed(made.untyped_storage(), codec)
+                    self.packed[managed.key] = PackedBytes(made.untyped_storage(), codec)
                 else:
-                    memory.known_bytes -= admitted_bytes
+                    memory.managed_bytes -= admitted_bytes

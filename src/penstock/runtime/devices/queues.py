@@ -109,11 +109,11 @@ class Copy:
 class _Queue:
     """Waiting copies of one direction, the most urgent first, and a thread that serves them until `close`.
 
-    driver   its `marked` shows each copy in a profiler
+    driver   its `profiler_range` shows each copy in a profiler
     """
 
     def __init__(self, name: str, driver: Driver) -> None:
-        self._marked, self._use_device = driver.marked, driver.use_device
+        self._profiler_range, self._use_device = driver.profiler_range, driver.use_device
         self._lock = threading.RLock()  # entering it takes less than entering the condition
         self._changed = threading.Condition(self._lock)
         self._closed = False
@@ -130,7 +130,7 @@ class _Queue:
         raise NotImplementedError
 
     def _mark(self, copy: Copy) -> Marked:
-        return self._marked(f"{self._thread.name}: {copy.text}")
+        return self._profiler_range(f"{self._thread.name}: {copy.text}")
 
     def put(self, copy: Copy, priority: int) -> None:
         with self._lock:

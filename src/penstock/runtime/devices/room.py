@@ -78,7 +78,7 @@ class AllocatorRoom(Room):
             engine.make_room(0, expected=True)
             engine.end_kernel()
             self._driver.empty_cache()
-            while (over_bytes := self._reserved.over_bytes) > 0 and engine.free(over_bytes):
+            while (over_bytes := self._reserved.over_bytes) > 0 and engine.evict_and_wait(over_bytes):
                 self._driver.empty_cache()
         if over_bytes > 0:
             logger.warning(
@@ -155,7 +155,7 @@ class AllocatorRoom(Room):
         return True
 
     def on_out_of_memory(self, size_bytes: int) -> None:
-        self._device.memory.asks_in = 0
+        self._device.memory.recount_in = 0
         self._compaction.on_out_of_memory(size_bytes)
 
     @property
@@ -192,7 +192,7 @@ class AllocatorRoom(Room):
         self._compaction.close()
         with engine.lock:
             try:
-                for managed in engine.victims():
+                for managed in engine.eviction_order():
                     engine.leave_now(managed)
             except SpillError as error:
                 logger.warning("not all can leave: %s", error)
@@ -212,7 +212,7 @@ class AllocatorRoom(Room):
             fits = segment.fits([asked_bytes])
             if not fits and self._compaction.make_holes(engine, [asked_bytes], may_leave=True):
                 return True
-        freed = engine.free(max(needed_bytes, self._reserved.budget_bytes // 16))
+        freed = engine.evict_and_wait(max(needed_bytes, self._reserved.budget_bytes // 16))
         return freed or self.make(needed_bytes)
 
     def kernel_failed(self, error: BaseException, needed_bytes: int) -> None:

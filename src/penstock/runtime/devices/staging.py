@@ -152,7 +152,7 @@ class Staging:
             chunk.size_bytes,
             self._slab,
             functools.partial(self._moved, chunk, "disk_write", over),
-            checksum=chunk.staged.copy.managed.lasts,
+            checksum=chunk.staged.copy.managed.persistent,
         )
 
     def _read(self, chunk: _Chunk, over: Done) -> None:

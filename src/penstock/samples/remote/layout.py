@@ -97,7 +97,7 @@ class StoredFile(NamedTuple):
     crc32c: int = 0
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """A piece of a file: ``size_bytes`` from its byte ``begin`` on, which lie at ``offset``."""
 
     number: int
@@ -117,13 +117,13 @@ class UploadPlan(NamedTuple):
     superblock: Superblock
     files: tuple[StoredFile, ...]
 
-    def each_extent(self) -> Iterator[Extent]:
+    def each_extent(self) -> Iterator[FileExtent]:
         """All extents, by number. Files of no bytes have none."""
         number, step = 0, self.superblock.extent_bytes
         for index, file in enumerate(self.files):
             for begin in range(0, file.size_bytes, step):
                 size_bytes = min(step, file.size_bytes - begin)
-                yield Extent(number, index, begin, size_bytes, file.offset + begin)
+                yield FileExtent(number, index, begin, size_bytes, file.offset + begin)
                 number += 1
 
 

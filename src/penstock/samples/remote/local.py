@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.errors import InvalidArgument
 from penstock.samples.catalog import Directory
 from penstock.samples.layout import MANIFEST
-from penstock.samples.places import Folder, PathLike, places_of
+from penstock.samples.places import PathLike, StoreFolder, places_of
 from penstock.storage.checksum import crc32c
 from penstock.storage.nvme.url import is_url
 
@@ -63,7 +63,7 @@ def local_store(path: PathLike) -> LocalStore:
     if is_url(path):
         raise InvalidArgument(f"{path} is on another machine already: give the folder of a store")
     for place in places_of(path):
-        assert isinstance(place, Folder)
+        assert isinstance(place, StoreFolder)
         manifest = Directory.load(place).manifest
         prefix = f"{place.name}/" if place.path != Path(os.path.abspath(path)) else ""
         text = place.load(MANIFEST, place.size_bytes(MANIFEST)).tobytes()

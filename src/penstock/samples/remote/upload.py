@@ -19,7 +19,7 @@ from penstock.samples.remote.layout import (
     EXTENT_BYTES,
     PROGRESS_RECORD_BYTES,
     SUPERBLOCK_OFFSETS,
-    Extent,
+    FileExtent,
     Superblock,
     UploadPlan,
     completed,
@@ -33,7 +33,7 @@ from penstock.samples.remote.store import read_superblock
 from penstock.storage.aligned import AlignedBuffer, align_down, align_up
 from penstock.storage.checksum import crc32c_at, crc32c_combine
 from penstock.storage.nvme.contents import HEAD_BYTES, WRITER_OFFSET, known_contents
-from penstock.storage.nvme.lease import Held, Lease, wait_for_others
+from penstock.storage.nvme.lease import NamespaceInUse, NamespaceLease, wait_for_others
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S, Namespace, TargetError
 from penstock.storage.nvme.url import parse_url
 from penstock.storage.objects import Bucket, is_object_url
@@ -132,16 +132,16 @@ def upload_to(
     else:
         try:
             wait_for_others(device, takeover)
-            with Lease(device) as lease:
+            with NamespaceLease(device) as lease:
                 superblock, goes_on = _begin(device, name, fresh, overwrite)  # as it is now
                 if not superblock.complete:
-                    writer = _Writer(device, name, store, plan._replace(superblock=superblock), lease)
+                    writer = _StoreUploader(device, name, store, plan._replace(superblock=superblock), lease)
                     done = writer.done() if goes_on else {}
                     if not done:
                         writer.clear()
                     written_bytes = writer.write_extents(done, report)
                     writer.finish(done)
-        except Held as held:
+        except NamespaceInUse as held:
             raise SampleError(
                 f"{held}: nothing more was written. Wait until that has ended, or give another namespace"
             ) from held
@@ -195,11 +195,11 @@ def _begin(device: Namespace, name: str, fresh: Superblock, overwrite: bool) -> 
     return replace(fresh, generation=old.generation + 1), False
 
 
-class _Writer:
+class _StoreUploader:
     """Writes one store. All offsets and sizes are of whole blocks, with zeros behind what is written."""
 
     def __init__(
-        self, device: Namespace, name: str, store: LocalStore, plan: UploadPlan, lease: Lease
+        self, device: Namespace, name: str, store: LocalStore, plan: UploadPlan, lease: NamespaceLease
     ) -> None:
         self._device, self._name, self._store, self._plan, self._lease = device, name, store, plan, lease
         self._superblock, self._extent_bytes = plan.superblock, plan.superblock.extent_bytes
@@ -278,7 +278,7 @@ class _Writer:
         self._device.flush()
         self._write_superblock(completed(self._superblock, table))
 
-    def _write_extent(self, done: dict[int, int], extent: Extent) -> None:
+    def _write_extent(self, done: dict[int, int], extent: FileExtent) -> None:
         try:
             buffer = self._buffers.get_nowait()
         except queue.Empty:
@@ -303,7 +303,7 @@ class _Writer:
         done[extent.number] = crc32c_at(buffer.address, extent.size_bytes)
         self._buffers.put(buffer)
 
-    def _record_durable(self, extents: Sequence[Extent], done: Mapping[int, int]) -> None:
+    def _record_durable(self, extents: Sequence[FileExtent], done: Mapping[int, int]) -> None:
         record, size_bytes = self._record.view(), PROGRESS_RECORD_BYTES
         for number in (extent.number for extent in extents):
             encoded = encoded_progress(self._superblock, number, done[number])

@@ -31,7 +31,7 @@ _UNREADABLE = (
 
 
 @dataclass(frozen=True)
-class Rows(Numbered):
+class ArrayRows(Numbered):
     """Arrays [samples, ...], in blocks. In a partition, too, rows keep their numbers as names."""
 
     arrays: dict[str, npt.NDArray[Any]]
@@ -48,7 +48,9 @@ class Rows(Numbered):
             yield record_block(rows, begin, labels)
 
 
-def open_arrays(source: Any, *, label_field: str | None = None, classes: Sequence[str] | None = None) -> Rows:
+def open_arrays(
+    source: Any, *, label_field: str | None = None, classes: Sequence[str] | None = None
+) -> ArrayRows:
     """Samples of arrays of numbers: the rows of all of them, along the first dimension.
 
     source       an array or tensor, which becomes the field "x"; two of them, "x" and "y"; a map of them; or
@@ -88,7 +90,7 @@ def open_arrays(source: Any, *, label_field: str | None = None, classes: Sequenc
     whole = next(iter(lengths.values()))
     size_bytes = whole * Decoder("record", fields).record_bytes
     known = tuple(classes or ())
-    return Rows(description, "record", known, whole, size_bytes, arrays, label_field, fields=fields)
+    return ArrayRows(description, "record", known, whole, size_bytes, arrays, label_field, fields=fields)
 
 
 def record_block(

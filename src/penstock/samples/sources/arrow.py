@@ -158,7 +158,7 @@ _MOST_ROWS = 1 << 16  # at a time
 
 
 @dataclass(frozen=True)
-class Rows:
+class ArrowRows:
     """Rows that are read together.
 
     schema      pyarrow.Schema
@@ -187,7 +187,7 @@ class Rows:
                     yield batch.slice(start, min(step, stop - start))
 
 
-def _open(path: str) -> Rows:
+def _open(path: str) -> ArrowRows:
     """A file of Parquet or Arrow. Raises SampleError where it is damaged."""
     with _failing(path):
         with open(path, "rb") as file:
@@ -195,7 +195,7 @@ def _open(path: str) -> Rows:
         return _parquet(path) if magic == b"PAR1" else _ipc(path)
 
 
-def _parquet(path: str) -> Rows:
+def _parquet(path: str) -> ArrowRows:
     import pyarrow.parquet as pq
 
     def batches(begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
@@ -213,10 +213,10 @@ def _parquet(path: str) -> Rows:
         columns = [group.column(i) for group in groups for i in range(group.num_columns)]
         missing = any(not each.is_stats_set or each.statistics.null_count != 0 for each in columns)
         str(file.schema_arrow)  # raises where a name is no text
-        return Rows(path, file.schema_arrow, found.num_rows, size_bytes, missing, batches)
+        return ArrowRows(path, file.schema_arrow, found.num_rows, size_bytes, missing, batches)
 
 
-def _ipc(path: str) -> Rows:
+def _ipc(path: str) -> ArrowRows:
     """A file or stream of Arrow's own format, mapped."""
 
     def batches(begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
@@ -230,10 +230,10 @@ def _ipc(path: str) -> Rows:
             rows += batch.num_rows
             missing = missing or any(map(_lacks_values, batch.columns))
         str(schema)  # raises where a name is no text
-        return Rows(path, schema, rows, os.path.getsize(path), missing, batches)
+        return ArrowRows(path, schema, rows, os.path.getsize(path), missing, batches)
 
 
-def _dataset(dataset: Any) -> Rows:
+def _dataset(dataset: Any) -> ArrowRows:
     """An object like datasets.Dataset."""
 
     def batches(begin: int, end: int, columns: list[str], step: int) -> Iterator[tuple[int, Any]]:
@@ -247,7 +247,7 @@ def _dataset(dataset: Any) -> Rows:
     table = getattr(dataset.data, "table", dataset.data)
     size_bytes = table.nbytes * rows // max(table.num_rows, 1)
     missing = any(_lacks_values(chunk) for column in table.columns for chunk in column.chunks)
-    return Rows("a dataset", table.schema, rows, size_bytes, missing, batches)
+    return ArrowRows("a dataset", table.schema, rows, size_bytes, missing, batches)
 
 
 @contextmanager
@@ -279,10 +279,10 @@ def _opened(path: str) -> Iterator[tuple[Any, Iterator[Any]]]:
 
 
 @dataclass(frozen=True)
-class Tables(Numbered):
+class ArrowTables(Numbered):
     """The rows of several files, one after the other."""
 
-    tables: tuple[Rows, ...]
+    tables: tuple[ArrowRows, ...]
     labels: Labels
     name_column: str | None
     label_column: str | None
@@ -349,7 +349,7 @@ def open_arrow(
     name_column: str | None = None,
     label_column: str | None = None,
     encoding: str | None = None,
-) -> Tables:
+) -> ArrowTables:
     """Samples of rows. Needs pyarrow: pip install '.[arrow]' in a clone.
 
     source        Parquet files, Arrow files or streams (.arrow), a folder of them, a folder that a Hugging
@@ -381,12 +381,12 @@ def open_arrow(
     fields = _fields(tables, name_column, encoding, name)
     rows, size_bytes = sum(table.rows for table in tables), sum(table.size_bytes for table in tables)
     kind = "record" if fields else "msgpack"
-    return Tables(
+    return ArrowTables(
         name, kind, labels.classes, rows, size_bytes, tables, labels, name_column, label_column, fields=fields
     )
 
 
-def _tables(source: Any) -> tuple[tuple[Rows, ...], str]:
+def _tables(source: Any) -> tuple[tuple[ArrowRows, ...], str]:
     """The tables of a source, and a description."""
     try:
         import pyarrow  # noqa: F401
@@ -428,7 +428,7 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def _fields(
-    tables: Sequence[Rows], name_column: str | None, encoding: str | None, description: str
+    tables: Sequence[ArrowRows], name_column: str | None, encoding: str | None, description: str
 ) -> tuple[Field, ...]:
     """Of "record"; empty for "msgpack"."""
     if encoding not in (None, "record", "msgpack"):
@@ -449,7 +449,7 @@ def _fields(
     return () if encoding is None and any(table.missing for table in tables) else tuple(fields)
 
 
-def _labels_in(tables: Sequence[Rows], column: str) -> Labels:
+def _labels_in(tables: Sequence[ArrowRows], column: str) -> Labels:
     """The labels that the values of a column are."""
     from pyarrow import types
 

@@ -54,7 +54,7 @@ _KINDS = {
 }
 
 
-class Held(Exception):
+class NamespaceInUse(Exception):
     """Somebody else writes to the namespace. Its text names them."""
 
 
@@ -79,7 +79,7 @@ def wait_for_others(device: Namespace, takeover: bool = False) -> None:
                 # an old sign that was lost, and has landed.
                 signs = magic in seen and (not there.is_here or there.sign_s >= begun_s)
                 if signs or (there.is_here and there.runs):
-                    raise Held(f"{there.who} {kind.writes} {device.url}")
+                    raise NamespaceInUse(f"{there.who} {kind.writes} {device.url}")
             seen[magic] = there
             over_s[magic] = monotonic() + (0.0 if there is None else _landing_s(there, takeover))
         magic = max(over_s, key=over_s.__getitem__)
@@ -107,7 +107,7 @@ def _landing_s(there: Marker, takeover: bool) -> float:
     return max(there.quiesce_s - silent_s, 0.0)
 
 
-class Lease(Closing):
+class NamespaceLease(Closing):
     """The right to write to a namespace, until it is closed: of a run that spills (SPILL_MAGIC), or of an
     upload. A context manager. After `wait_for_others`.
 
@@ -119,7 +119,7 @@ class Lease(Closing):
     def __init__(self, device: Namespace, magic: bytes = WRITER_MAGIC) -> None:
         self._device, self._magic, self._kind = device, magic, _KINDS[magic]
         self._lock = threading.Lock()  # of what follows
-        self.lost: Held | None = None
+        self.lost: NamespaceInUse | None = None
         self._ended = threading.Event()
         self._renewed_s = -math.inf
         self._own = own_marker()._replace(
@@ -146,7 +146,7 @@ class Lease(Closing):
                     self._compare()
                     self._write(self._own._replace(sign_s=int(monotonic())))
                     self._renewed_s = monotonic()
-                except Held as lost:
+                except NamespaceInUse as lost:
                     self.lost = lost
             if self.lost is not None:
                 raise self.lost
@@ -169,7 +169,7 @@ class Lease(Closing):
             if self.lost is None:
                 self._compare()
                 self._end()
-        except Held:  # the marker is the other's
+        except NamespaceInUse:  # the marker is the other's
             pass
         except TargetError as error:
             logger.warning("%s still says that %s: %s", self._device.url, self._kind.goes_on, error)
@@ -181,7 +181,7 @@ class Lease(Closing):
         there = _read(self._device, self._magic)
         if there is None or there.random != self._own.random:
             who = "somebody else" if there is None else there.who
-            raise Held(f"{who} has begun to write to {self._device.url}")
+            raise NamespaceInUse(f"{who} has begun to write to {self._device.url}")
 
     def _end(self) -> None:
         """Say that it has ended; and, where a write was lost, how long that may land yet."""
@@ -208,7 +208,7 @@ class Lease(Closing):
         while not self._ended.wait(self._kind.renewed_s):
             try:
                 self.check()
-            except Held:
+            except NamespaceInUse:
                 held.discard(self._own.random)
                 if self._magic == SPILL_MAGIC:
                     self._device.close()  # nothing more of the run may land on the other's

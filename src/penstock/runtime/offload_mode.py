@@ -1,4 +1,5 @@
-"""The clock of kernels: sees every operator that runs, and keeps the storages that it touches on the device.
+"""The dispatch mode of a run, its clock of kernels: sees every operator, and keeps what it touches on the
+device.
 
 Before a kernel: the actions that are due, the residency of every storage that it touches, room for what it
 makes. After it: what it wrote is dirty, what it made is managed. Autograd's saved tensors are storages like
@@ -38,11 +39,11 @@ from penstock.runtime.recompute import Recomputation
 from penstock.runtime.recording import Recorder, Recording
 from penstock.runtime.schedule import (
     LARGEST_SMALL_BYTES,
-    Drop,
-    Evict,
-    KeepRecipe,
-    Prefetch,
-    Recompute,
+    DropAction,
+    EvictAction,
+    KeepRecipeAction,
+    PrefetchAction,
+    RecomputeAction,
     Schedule,
 )
 from penstock.runtime.storage_methods import StorageAccess
@@ -55,7 +56,7 @@ from penstock.runtime.torch_patches import (
 from penstock.runtime.variants import AS_TRACED, Variants, run_as
 
 
-class Clock(OperatorMode):
+class OffloadMode(OperatorMode):
     """Carries out a schedule while kernels run, and enforces the budget where none is followed.
 
     native   counts kernels and operators of this step, and the seconds that the clock took for them
@@ -88,7 +89,7 @@ class Clock(OperatorMode):
         if not device.memory.in_arena:
             self.storages.adopt_results(device.device, device.memory)
         device.storages = self.storages
-        engine.victims = self._victims
+        engine.eviction_order = self._eviction_order
         engine.wait_for_others = self._wait_for_a_collective
         engine.budget_hint = self._budget_hint
         self.recomputation = Recomputation(device, engine)
@@ -110,7 +111,7 @@ class Clock(OperatorMode):
         self._kernels.activation = ACTIVATION
         self._kernels.views_need_bytes = self._kernels.asks_needs = not device.memory.in_arena
         self._collectives = Collectives(device, engine.budget_bytes, self._kernels)
-        self._phases = Phases(self.know)
+        self._phases = Phases(self.set_kind)
         self.variants = Variants(device, engine, self._interrupts, variants)
         self._recorder = Recorder(device, self._kernels, self.storages, self.variants, self._phases)
         self._access = StorageAccess(
@@ -132,7 +133,7 @@ class Clock(OperatorMode):
         # Where nothing is planned, so much more leaves, in the background, than room is needed for.
         self._ahead_bytes = min(64 << 20, engine.budget_bytes // 10)
         self._alternatives: tuple[Schedule, ...] = ()
-        self._carried: dict[int, ManagedStorage] = {}
+        self._from_last_step: dict[int, ManagedStorage] = {}
         self._all_is_back: Callable[[], None] | None = None  # of a run that lingers
         self._replaced = contextlib.ExitStack()  # gives torch back what is its own
         self.rests = False
@@ -141,7 +142,7 @@ class Clock(OperatorMode):
 
     def start(self) -> None:
         """See every operator of this thread from now on."""
-        while isinstance(last := _python_dispatch._get_current_dispatch_mode(), Clock):
+        while isinstance(last := _python_dispatch._get_current_dispatch_mode(), OffloadMode):
             last.__exit__(None, None, None)  # it was stopped by an operator, inside of which it cannot exit
         # What torch calls. On the class it would be one more frame of Python for every operator.
         self.__dict__["__torch_dispatch__"] = MethodType(self._kernels, self)
@@ -239,7 +240,7 @@ class Clock(OperatorMode):
             self.recomputation.end_step()
             self._kernels.in_step = False
             if not self.rests:
-                self._carried = {
+                self._from_last_step = {
                     managed.index: managed
                     for managed in self._kernels.numbered()
                     if managed.storage() is not None
@@ -250,13 +251,13 @@ class Clock(OperatorMode):
     def renumber(self, numbers: Sequence[int]) -> None:
         """The next step touches what lasts in another order: first the tensor that was ``numbers[0]``."""
         with self._interrupts, self._lock:
-            before, self._carried = self._carried, {}
+            before, self._from_last_step = self._from_last_step, {}
             for new, old in enumerate(numbers):
                 if (managed := before.get(old)) is not None:
                     managed.index = new
-                    self._carried[new] = managed
+                    self._from_last_step[new] = managed
 
-    def know(self, tensors: list[torch.Tensor], kind: int) -> None:
+    def set_kind(self, tensors: list[torch.Tensor], kind: int) -> None:
         """The tensors are weights, gradients, or the optimizer's."""
         with self._interrupts, self._lock:
             self.storages.remove_dead()
@@ -266,7 +267,7 @@ class Clock(OperatorMode):
                     self._kernels.divide(self, managed)
                 for part in managed.parts():
                     part.kind = kind
-                    part.lasts = kind in (WEIGHT, GRADIENT, OPTIMIZER_STATE)
+                    part.persistent = kind in (WEIGHT, GRADIENT, OPTIMIZER_STATE)
 
     @property
     def followed(self) -> Schedule | None:
@@ -284,7 +285,7 @@ class Clock(OperatorMode):
     _told = staticmethod(region_inputs)
     _state_before = staticmethod(Recomputation.state_before)
 
-    def _has_written(self, written: list[ManagedStorage]) -> None:
+    def _invalidate_copies(self, written: list[ManagedStorage]) -> None:
         """A kernel has, of which that was not known before."""
         for managed in written:
             self._engine.will_write(managed)
@@ -352,11 +353,11 @@ class Clock(OperatorMode):
         with self._interrupts:
             if self._recompute_before(used, written):
                 away = any(managed.state > LEAVING for managed in used)
-                self._device.use(used)  # others were in use meanwhile
+                self._device.will_use(used)  # others were in use meanwhile
             if away:
                 engine.demand(used)
             for managed in written:
-                if managed.clean or managed.guarded or managed.state or managed.writing:
+                if managed.clean or managed.guarded or managed.state or managed.writing_packed:
                     engine.will_write(managed)
             if need_bytes or away:
                 ahead_bytes = 0 if self._kernels.schedule is not None else self._ahead_bytes
@@ -377,7 +378,7 @@ class Clock(OperatorMode):
         room = self._device.room
         with self._interrupts:
             while not room.has(sizes):
-                if not (self._engine.free(need_bytes) or room.make(need_bytes)):
+                if not (self._engine.evict_and_wait(need_bytes) or room.make(need_bytes)):
                     return
 
     def _recompute_before(self, used: list[ManagedStorage], written: list[ManagedStorage]) -> bool:
@@ -447,7 +448,7 @@ class Clock(OperatorMode):
         """The storage that is the trace's tensor ``index``: of this step, or kept from the last one."""
         managed = self._kernels.tensor(index)
         if managed is None:
-            managed = self._carried.get(index)
+            managed = self._from_last_step.get(index)
             if managed is not None and managed.step == self._kernels.step:
                 return None
         return managed
@@ -456,16 +457,16 @@ class Clock(OperatorMode):
         """Do what the schedule says is to be done before the kernel."""
         engine, schedule = self._engine, self._kernels.schedule
         with self._interrupts:
-            self._device.stay_near(schedule.begins_s[kernel])
+            self._device.limit_lead(schedule.begins_s[kernel])
             self._device.poll()
             for action in schedule.before[kernel]:
-                if type(action) is KeepRecipe:
-                    self._kernels.notes = True
+                if type(action) is KeepRecipeAction:
+                    self._kernels.keeps_recipe = True
                     continue
                 managed = self._tensor(action.tensor)
                 if managed is None or not managed.movable:
                     continue
-                if type(action) is Evict:
+                if type(action) is EvictAction:
                     if action.packs:
                         engine.wait_for_room(action.packed_bytes)
                     engine.evict(
@@ -476,11 +477,11 @@ class Clock(OperatorMode):
                         codec=action.codec,
                         writes=action.writes,
                     )
-                elif type(action) is Prefetch:
+                elif type(action) is PrefetchAction:
                     engine.prefetch(managed, action.keeps_copy)
-                elif type(action) is Drop:
+                elif type(action) is DropAction:
                     self.recomputation.drop(managed)
-                elif type(action) is Recompute:
+                elif type(action) is RecomputeAction:
                     self._recompute(managed)
                 else:
                     engine.release(managed)
@@ -501,7 +502,7 @@ class Clock(OperatorMode):
         self._kernels.follow(found)
         self._collectives.follow(found.budget_bytes if found is not None else 0)
 
-    def _victims(self) -> Sequence[ManagedStorage]:
+    def _eviction_order(self) -> Sequence[ManagedStorage]:
         """What leaves first where no plan says so, or memory is short in spite of one: what is used furthest
         in the future, where that is known, else what was used least recently."""
         self.storages.remove_dead()  # a copy that is over may have been the last to hold one
@@ -513,7 +514,7 @@ class Clock(OperatorMode):
             return by_use
 
         def next_use(managed: ManagedStorage) -> int:
-            is_numbered = managed.step == kernels.step or self._carried.get(managed.index) is managed
+            is_numbered = managed.step == kernels.step or self._from_last_step.get(managed.index) is managed
             return schedule.next_use(managed.index, kernels.kernels) if is_numbered else NEVER
 
         return sorted(by_use, key=next_use, reverse=True)
@@ -527,5 +528,5 @@ class Clock(OperatorMode):
             self._device.on_storage_freed(managed)
 
 
-skip_code(Clock.__torch_dispatch__.__code__)
-skip_code(Clock._dispatch_lingering.__code__)
+skip_code(OffloadMode.__torch_dispatch__.__code__)
+skip_code(OffloadMode._dispatch_lingering.__code__)
