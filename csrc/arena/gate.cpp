@@ -174,7 +174,7 @@ int Arena::write_unlocked(Lock& lock, Block& block, const char* data, const Copy
     }
   }
   --writes_;
-  if (error != 0) stats_.write_error = error;
+  stats_.write_error = error;  // what is refused once this works again is not for this
   if (may_land_s > 0) swap_.quarantine(segment.file_offset, segment.size_bytes, may_land_s);
   return error;
 }

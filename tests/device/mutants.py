@@ -349,7 +349,7 @@ MUTANTS = [
         METHODS,
         """                yield
             finally:
-                self._launching.now -= launched
+                self._launching.there = before
                 with self._engine.lock:
                     for managed in used:
                         managed.pins += stays
@@ -357,7 +357,7 @@ MUTANTS = [
         """                self._unpin(used)
                 yield
             finally:
-                self._launching.now -= launched
+                self._launching.there = before
                 with self._engine.lock:
                     for managed in used:
                         managed.pins += 1 + stays

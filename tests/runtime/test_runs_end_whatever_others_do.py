@@ -315,3 +315,13 @@ def test_a_full_disk_is_told_where_steps_fitted_until_now(tmp_path: Path) -> Non
         with run.step():
             kept.append(torch.full((PIECE,), 3.0))
         assert [float(tensor[5]) for tensor in kept] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("disk_budget", [0, 6 * MIB])
+def test_what_no_budget_holds_is_not_told_as_a_full_disk(tmp_path: Path, disk_budget: int) -> None:
+    with (
+        _offload(tmp_path, disk_budget=disk_budget) as run,
+        pytest.raises(penstock.BudgetTooSmall, match="the device budget is"),
+        run.step(),
+    ):
+        torch.empty(8 * PIECE)

@@ -472,3 +472,20 @@ def test_the_command_packs_below_a_url(url: str, tmp_path: Path, capsys: pytest.
     assert url in capsys.readouterr().out
     with samples.mount(url) as store:
         assert store.read("3.bin") == bytes([3]) * 1000
+
+
+def test_partitions_and_whole_stores_do_not_meet(url: str, folder: Path, tmp_path: Path) -> None:
+    """Neither can be mounted beside the other."""
+    partition: dict[str, Any] = {"chunk_bytes": 4096, "rank": 0, "world_size": 2}
+    with pytest.raises(Stopped):
+        samples.pack(Listed(ITEMS, stop=20), url, staging=tmp_path / "parts", **partition)
+    assert Bucket(url).listed().keys() >= {"part-00000-of-00002/penstock-upload"}
+    with pytest.raises(SampleError, match=r"somebody else packs or uploads to .*part-00000-of-00002"):
+        samples.upload(folder, url)
+    with pytest.raises(SampleError, match=r"somebody else packs or uploads to .*part-00000-of-00002"):
+        pack_below(url, tmp_path / "whole")
+    other = f"{url}-whole"
+    with pytest.raises(Stopped):
+        pack_below(other, tmp_path / "other", Listed(ITEMS, stop=20))
+    with pytest.raises(InvalidArgument, match="a store without partitions"):
+        samples.pack(Listed(ITEMS), other, staging=tmp_path / "parts of it", **partition)

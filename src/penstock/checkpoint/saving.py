@@ -205,7 +205,10 @@ def save_in_background(
 
         def work() -> None:
             write()
-            then()
+            try:
+                then()
+            except OSError as error:  # of other files: this one is whole
+                raise CheckpointError(f"{path} is saved, but older ones are not removed: {error}") from error
 
         return background.start(path, work, held.pop_all())
 

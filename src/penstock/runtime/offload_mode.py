@@ -260,8 +260,8 @@ class OffloadMode(OperatorMode):
     def set_kind(self, tensors: list[torch.Tensor], kind: int) -> None:
         """The tensors are weights, gradients, or the optimizer's."""
         with self._interrupts, self._lock:
-            self.storages.remove_dead()
             for storage in storages_in(tensors):
+                self.storages.remove_dead()
                 managed = self.storages.track(storage)
                 if kind == WEIGHT:
                     self._kernels.divide(self, managed)

@@ -151,7 +151,8 @@ class StepPlanner:
         trace = fastest(None if before is None else before.trace, trace)
         left = RECORDINGS if before is None else before.recordings_left
         try:
-            if before is not None and before.plan is not None and left > 1:
+            # Ranks plan together each time: whether all could keep theirs none knows.
+            if before is not None and before.plan is not None and left > 1 and self._ranks is None:
                 with contextlib.suppress(InvalidPlan):
                     kept = self._checked(trace, before.plan, before.hardware)
                     return replace(kept, recordings_left=left, joint=before.joint)

@@ -98,13 +98,15 @@ class StorageAccess:
                 self._storages.remove_dead()
                 used += dict.fromkeys(part for storage in storages for part in self._movable(storage))
                 self._pin(used, written)
-            self._launching.now += launched
+            before = self._launching.there
+            if launched:
+                self._launching.there = frozenset(storage._cdata for storage in storages)
             try:
                 if not launched:
                     self._device.synchronize()
                 yield
             finally:
-                self._launching.now -= launched
+                self._launching.there = before
                 with self._engine.lock:
                     for managed in used:
                         managed.pins += stays
@@ -258,9 +260,10 @@ class StorageAccess:
 
         @functools.wraps(address)
         def data_ptr(tensor: torch.Tensor) -> int:
-            # A launcher asks for those of its arguments, which are there, one by one.
-            if _is_of_program(tensor) and not (self._launching.now and _has_bytes(tensor)):
-                self.hold_addresses(storages_in(tensor))
+            if _is_of_program(tensor):
+                there = self._launching.there  # what a launcher asks for, one by one
+                if not there or tensor.untyped_storage()._cdata not in there:
+                    self.hold_addresses(storages_in(tensor))
             return address(tensor)
 
         return data_ptr
@@ -350,9 +353,9 @@ class StorageAccess:
 
 
 class _Launching(threading.local):
-    """now   launches under way on this thread"""
+    """there   storages that the launch under way on this thread is given, by `_cdata`"""
 
-    now = 0
+    there: frozenset[int] = frozenset()
 
 
 class _Refused(contextlib.AbstractContextManager[None]):

@@ -106,7 +106,11 @@ class ArenaRoom(Room):
         if refused_bytes:
             device.engine.raise_error()  # nothing could leave since a copy failed
             error_number = stats.write_error
-            full = error_number in (errno.ENOSPC, errno.EDQUOT) or device.spill.free_bytes < refused_bytes
+            full = error_number in (errno.ENOSPC, errno.EDQUOT) or (
+                refused_bytes <= device.budget_bytes
+                and not device.spill.has_host
+                and device.spill.free_bytes < refused_bytes
+            )
             if full or error_number:
                 why = f" ({os.strerror(error_number)})" if error_number else ""
                 remedy = "Free space there, raise disk_budget" if full else "Check the disk (dmesg, smartctl)"
@@ -203,7 +207,9 @@ class CpuDevice(Device):
 
     def _lies_elsewhere(self, size_bytes: int) -> None:
         """So much more lies elsewhere than in the arena, and stays there."""
-        self.meter.begin_kernel()  # the peak so far is of what lay elsewhere so far
+        self.meter.peak_bytes()  # so far, with what lay elsewhere so far
+        if size_bytes > 0:
+            self.meter.begin_kernel()
         self.memory.unmanaged_bytes += size_bytes
         self._lease.set_budget(max(self.budget_bytes - self.memory.unmanaged_bytes, 0))
 

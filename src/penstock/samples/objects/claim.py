@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.errors import SampleError
@@ -36,6 +36,7 @@ class Claim:
         self._bucket, self._who = bucket, who
         self._found = self._noted()
         self.there = self._listed()
+        self._part = next((name for name in bucket.listed() if name.endswith(f"/{NOTE}")), None)
 
     @property
     def is_held(self) -> bool:
@@ -46,11 +47,11 @@ class Claim:
 
         is_same   the store there is the one to be written
         """
-        if self._found not in (None, self._who):
+        if self._found not in (None, self._who) or self._part is not None:
             raise SampleError(
-                f"somebody else packs or uploads to {self._bucket}, as {NOTE} there says: nothing was "
-                "written. Wait until that has ended, or give another prefix. If it never will, replace what "
-                "it has written with overwrite=True (--overwrite)"
+                f"somebody else packs or uploads to {self._bucket}, as {self._part or NOTE} there says: "
+                "nothing was written. Wait until that has ended, or give another prefix. If it never will, "
+                "replace what it has written with overwrite=True (--overwrite)"
             )
         if self.there and self._found is None and not is_same:
             what = "is already a store" if manifests(self.there) else "holds a part of another store"
@@ -72,10 +73,11 @@ class Claim:
         elif not self.is_held:
             self._bucket.write(NOTE, self._who)
             there = self._listed()  # with what the other has written meanwhile
-        self._check()
         replaced = there.keys() - kept
-        self._bucket.delete(manifests(replaced))  # what nobody can mount any more may be replaced
-        self._bucket.delete(replaced)
+        for names in (manifests(replaced), replaced):  # what nobody can mount any more may be replaced
+            self._check()
+            self._bucket.delete(names)
+        self._check()
 
     def write(self, name: str, parts: Iterable[bytes], size_bytes: int) -> None:
         """Write an object of parts, which are so many bytes together.
@@ -90,6 +92,14 @@ class Claim:
 
         data = b"".join(claimed()) if size_bytes <= PART_BYTES else claimed()
         self._bucket.write(name, data, size_bytes=size_bytes)
+
+    def check_whole(self, sizes: Mapping[str, int]) -> None:
+        """Raises SampleError where another writer has taken over, or has deleted or replaced what was sent:
+        these objects, of so many bytes."""
+        self._check()
+        there = self._listed()
+        if any(name not in there or there[name].size_bytes != size for name, size in sizes.items()):
+            raise self._taken()
 
     def give_up(self) -> None:
         """The store is whole. What goes wrong is logged."""

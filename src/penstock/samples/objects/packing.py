@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.errors import InvalidArgument, SampleError
 from penstock.samples import layout, progress
 from penstock.samples.manifest import StoreManifest
-from penstock.samples.objects.claim import PART_BYTES, Claim
+from penstock.samples.objects.claim import NOTE, PART_BYTES, Claim
 from penstock.samples.objects.place import as_sample_errors
 from penstock.samples.writing import Background, restored
 from penstock.storage.files import Closing
@@ -148,9 +148,10 @@ def _sent_before(folder: Path, done: progress.Packing) -> dict[str, int]:
 
 
 def check_partitions(bucket: Bucket, world_size: int) -> None:
-    """Raises InvalidArgument where there is a store, or partitions of another number."""
+    """Raises InvalidArgument where there is a store, or one is being written, or partitions of another
+    number."""
     with as_sample_errors():
-        if layout.MANIFEST in bucket.listed():
+        if not {layout.MANIFEST, NOTE}.isdisjoint(bucket.listed()):
             raise InvalidArgument(f"{bucket} is a store without partitions: choose another prefix")
         folders = bucket.folders()
     for name in folders:

@@ -47,6 +47,8 @@ def upload_to_objects(bucket: Bucket, store: LocalStore, *, overwrite: bool, pro
 
             claim.write(name, parts(), size_bytes)
             durable_bytes += size_bytes
+        if left:
+            claim.check_whole(store.sizes)
         claim.give_up()
     return Upload(
         url=bucket.url,
