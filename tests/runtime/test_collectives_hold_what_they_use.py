@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collectives, "_work_of", lambda result: result)
-        held = SimpleNamespace(hold=lambda *args: None, poll=lambda: None, in_memory_bytes=lambda: 0)
+        held = SimpleNamespace(change_pins=lambda *args: None, poll=lambda: None, in_memory_bytes=lambda: 0)
         self.kernels: Any = SimpleNamespace(in_flight=False)
         self.collectives = Collectives(held, 1 << 20, self.kernels)  # type: ignore[arg-type]
         self.storage = torch.UntypedStorage(8, device=device)

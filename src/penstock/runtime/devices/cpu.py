@@ -40,6 +40,7 @@ from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedSt
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import ALIGNMENT_BYTES, Extent
 from penstock.storage.spill import SpillSpace, Transfer
+from penstock.storage.transfer import TransportBroken
 from penstock.units import format_bytes_up
 
 logger = logging.getLogger("penstock")
@@ -488,7 +489,7 @@ class CpuDevice(Device):
             with contextlib.suppress(ValueError):  # it has other memory: see `finish_copy_in`
                 _native.arena_bring_in(managed.address)
         except OSError as error:
-            failed = SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}")
+            failed = self._unreadable(error)
             if error.errno == errno.EBADMSG:
                 failed = SpillError(self._damage_text(managed.packed_bytes))
         except Exception as error:
@@ -584,7 +585,12 @@ class CpuDevice(Device):
     def cannot_use(self, error: OSError) -> NoReturn:
         if error.errno == errno.ENOMEM:
             self.room.kernel_failed(MemoryError(str(error)), 0)
-        raise SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}") from error
+        raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> SpillError:
+        if error.errno == errno.EBADF:
+            return SpillError(str(TransportBroken(errno.EBADF)))
+        return SpillError(f"bytes could not be read back from {self.place_text}: {error.strerror}")
 
     # -- kernels -------------------------------------------------------------------------------
 
