@@ -208,9 +208,10 @@ class CpuDevice(Device):
 
     def _lies_elsewhere(self, size_bytes: int) -> None:
         """So much more lies elsewhere than in the arena, and stays there."""
-        self.meter.peak_bytes()  # so far, with what lay elsewhere so far
         if size_bytes > 0:
-            self.meter.begin_kernel()
+            self.meter.begin_kernel()  # the peak so far is of what lay elsewhere so far
+        else:
+            self.meter.peak_bytes()
         self.memory.unmanaged_bytes += size_bytes
         self._lease.set_budget(max(self.budget_bytes - self.memory.unmanaged_bytes, 0))
 

@@ -12,6 +12,7 @@ from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
+from penstock.storage.aligned import align_down, align_up
 from penstock.units import format_bytes
 
 # torch's caching allocators take memory in such segments, and round larger blocks up to the first: a block of
@@ -52,19 +53,15 @@ def plannable(trace: Trace, budget_bytes: int, small_bytes: int) -> tuple[Trace,
     return trace, max(left_bytes, min(budget_bytes, minimum_bytes(trace)))
 
 
-def rounded_up(size_bytes: int, to_bytes: int) -> int:
-    return -(-size_bytes // to_bytes) * to_bytes
-
-
 def one_segment_bytes(large_bytes: int) -> int:
     """The smallest segment that can be had for so many bytes of large tensors."""
-    return max(rounded_up(large_bytes, SMALL_SEGMENT_BYTES), LEAST_OWN_SEGMENT_BYTES) if large_bytes else 0
+    return max(align_up(large_bytes, SMALL_SEGMENT_BYTES), LEAST_OWN_SEGMENT_BYTES) if large_bytes else 0
 
 
 def budget_of(large_bytes: int, small_bytes: int) -> int:
     """In which so many bytes of large tensors fit, in one segment, beside segments of small blocks."""
     spare_bytes = SPARE_BYTES if large_bytes else 0
-    return one_segment_bytes(large_bytes) + rounded_up(small_bytes, SMALL_SEGMENT_BYTES) + spare_bytes
+    return one_segment_bytes(large_bytes) + align_up(small_bytes, SMALL_SEGMENT_BYTES) + spare_bytes
 
 
 def least_budget(trace: Trace, small_bytes: int) -> int:
@@ -185,7 +182,7 @@ class ReservedMemory:
         memory = self._driver.memory()
         left_bytes = self.limit_bytes - memory.reserved_bytes
         later_bytes = self.small_bytes - memory.small_bytes + SPARE_BYTES
-        size_bytes = (left_bytes - later_bytes) // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES
+        size_bytes = align_down(left_bytes - later_bytes, SMALL_SEGMENT_BYTES)
         least_bytes = one_segment_bytes(needed_bytes)
         return max(size_bytes, least_bytes) if least_bytes <= left_bytes else size_bytes
 
@@ -200,5 +197,5 @@ class ReservedMemory:
         if size_bytes <= LARGEST_SMALL_BYTES:
             small_bytes += SMALL_SEGMENT_BYTES
         else:
-            large_bytes += rounded_up(size_bytes, ROUND_BYTES)
+            large_bytes += align_up(size_bytes, ROUND_BYTES)
         return budget_of(large_bytes, max(small_bytes, 0))

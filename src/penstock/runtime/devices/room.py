@@ -20,10 +20,10 @@ from penstock.runtime.devices.reserved import (
     ROUND_BYTES,
     SMALL_SEGMENT_BYTES,
     ReservedMemory,
-    rounded_up,
 )
 from penstock.runtime.schedule import LARGEST_SMALL_BYTES
 from penstock.runtime.storages import AWAY, DROPPED, RESIDENT, ManagedStorage
+from penstock.storage.aligned import align_up
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class AllocatorRoom(Room):
         has to leave."""
         is_large = size_bytes > LARGEST_SMALL_BYTES
         kernel = (size_bytes, *(managed.key for managed in used))
-        needed_bytes = _large_bytes(used) + is_large * rounded_up(size_bytes, ROUND_BYTES)
+        needed_bytes = _large_bytes(used) + is_large * align_up(size_bytes, ROUND_BYTES)
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
         if is_large and self._compaction.is_open and kernel not in self._rearranged_for:
             self._rearranged_for.add(kernel)
@@ -242,7 +242,7 @@ class AllocatorRoom(Room):
 
 def _large_bytes(storages: Iterable[ManagedStorage]) -> int:
     sizes = (one.size_bytes for one in storages if one.size_bytes > LARGEST_SMALL_BYTES)
-    return sum(rounded_up(size_bytes, ROUND_BYTES) for size_bytes in sizes)
+    return sum(align_up(size_bytes, ROUND_BYTES) for size_bytes in sizes)
 
 
 def _asked_bytes(error: BaseException, needed_bytes: int) -> int:

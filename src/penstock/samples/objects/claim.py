@@ -35,8 +35,9 @@ class Claim:
         """``who``: the writer, the same when it goes on."""
         self._bucket, self._who = bucket, who
         self._found = self._noted()
-        self.there = self._listed()
-        self._part = next((name for name in bucket.listed() if name.endswith(f"/{NOTE}")), None)
+        listed = bucket.listed()
+        self.there = _of_stores(listed)
+        self._part = next((name for name in listed if name.endswith(f"/{NOTE}")), None)
 
     @property
     def is_held(self) -> bool:
@@ -136,7 +137,7 @@ class Claim:
             return None
 
     def _listed(self) -> dict[str, ObjectInfo]:
-        return {name: info for name, info in self._bucket.listed().items() if UPLOADED.fullmatch(name)}
+        return _of_stores(self._bucket.listed())
 
     def _check(self) -> None:
         if self._noted() != self._who:
@@ -147,6 +148,10 @@ class Claim:
             f"somebody else has begun to write to {self._bucket}: give another prefix, or try again once "
             "that has ended"
         )
+
+
+def _of_stores(listed: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+    return {name: info for name, info in listed.items() if UPLOADED.fullmatch(name)}
 
 
 def manifests(names: Iterable[str]) -> list[str]:
