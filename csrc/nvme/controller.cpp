@@ -1,3 +1,5 @@
+// One file: one thread, and what others ask of it under its lock.
+
 #include "nvme/controller.hpp"
 
 #include <poll.h>

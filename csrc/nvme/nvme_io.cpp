@@ -1,3 +1,5 @@
+// One file: the queues, targets and losses of one class are one state machine.
+
 #include "nvme/nvme_io.hpp"
 
 #include <algorithm>

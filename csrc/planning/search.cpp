@@ -1,3 +1,5 @@
+// One file: one local search, whose changes share their state.
+
 #include "search.hpp"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// One file: what a run does for each operator, on one path.
+
 #include "runtime/dispatch.hpp"
 
 #include <algorithm>

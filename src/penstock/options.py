@@ -1,4 +1,4 @@
-"""The options of penstock, each in one place.
+"""The options of penstock, each in one place, and all in this file.
 
 The command line and the reference read them here: an option of a command has the name, the kind and the
 default of its field or argument. Its help is the first sentence of what is said of that, and "None: " begins

@@ -152,7 +152,7 @@ def test_an_interrupted_save_leaves_nothing(
             raise KeyboardInterrupt
         return copy_crc32c(*arguments)
 
-    monkeypatch.setattr("penstock.checkpoint.saving.copy_crc32c", interrupted)
+    monkeypatch.setattr("penstock.checkpoint.contents.copy_crc32c", interrupted)
     disk.fail(-1)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(STATE, path)

@@ -13,10 +13,11 @@ from typing import Any
 
 from penstock.checkpoint import increments
 from penstock.checkpoint.background import SaveHandle
+from penstock.checkpoint.contents import Metadata, contents_of
 from penstock.checkpoint.header import Reference
 from penstock.checkpoint.listing import Saved, folder_of, look_at, references_to
 from penstock.checkpoint.remote import ObjectPath
-from penstock.checkpoint.saving import Metadata, contents_of, save_in_background, save_now
+from penstock.checkpoint.saving import save_in_background, save_now
 from penstock.checkpoint.source import CheckpointSource, PathLike
 from penstock.checkpoint.tensors import Stored
 from penstock.errors import CheckpointError, InvalidArgument

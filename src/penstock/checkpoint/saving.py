@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from penstock.checkpoint import background
 from penstock.checkpoint.background import SaveHandle, Snapshot
+from penstock.checkpoint.contents import PAGE_BYTES, Contents, Metadata, contents_of, copy_bytes, gather
 from penstock.checkpoint.failures import cannot_write, os_error
-from penstock.checkpoint.header import DEVICES, FOR_TORCH, Reference, TensorEntry, encode
 from penstock.checkpoint.pieces import (
     PIECE_BYTES,
     BufferPool,
@@ -30,27 +29,19 @@ from penstock.checkpoint.pieces import (
     run_transfers,
     split,
 )
-from penstock.checkpoint.reading import host_bytes, is_on_host
+from penstock.checkpoint.reading import host_bytes
 from penstock.checkpoint.remote import ObjectPath, no_io_paths
 from penstock.checkpoint.replace import Replacement, replacing
 from penstock.checkpoint.source import PathLike, place_of
-from penstock.checkpoint.tensors import Stored
-from penstock.checkpoint.tree import flatten
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.options import IoOptions
-from penstock.storage import files
 from penstock.storage.aligned import AlignedBuffer, align_up, view_at
-from penstock.storage.checksum import copy_crc32c, crc32c_at
 from penstock.storage.paths import IoPath, shared_path
 from penstock.storage.threads import in_order, in_parallel
 from penstock.storage.transfer import Transfer
 
-# Data begins at a page, and so do tensors that are whole pages: they can be mapped and moved in place.
-PAGE_BYTES = files.SMALLEST_ALIGNMENT_BYTES
-
 _MOST_BYTES = 4096  # of what a rank tells
 
-Metadata: TypeAlias = Mapping[str, str] | None
 # Its bytes are there, in the buffer.
 _Gathered: TypeAlias = tuple[FilePiece, int, AlignedBuffer | PinnedBuffer]
 
@@ -265,84 +256,6 @@ def _snapshot(contents: Contents, held: contextlib.ExitStack) -> Snapshot | None
     return snapshot
 
 
-# -- the file ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a checkpoint to be written.
-
-    tensors     whose bytes are written, in the order of the file
-    entries     where each of them lies, without checksums
-    tree        how they make up the state
-    metadata    the user's own, and where tensors were
-    elsewhere   tensors that are not written: they lie in other files
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-    entries: tuple[TensorEntry, ...]
-    tree: str
-    metadata: dict[str, str]
-    elsewhere: tuple[Reference, ...]
-    header_bytes: int
-
-    @property
-    def data_bytes(self) -> int:
-        return self.entries[-1].end if self.entries else 0
-
-    @property
-    def size_bytes(self) -> int:
-        return self.header_bytes + self.data_bytes
-
-    def header(self, checksums: Checksums) -> bytes:
-        entries = [entry._replace(crc32c=checksums.of(i)) for i, entry in enumerate(self.entries)]
-        return _encoded(entries, self.tree, self.metadata, self.elsewhere)
-
-    @property
-    def on_host(self) -> bool:
-        return all(map(is_on_host, self.tensors))
-
-
-def _encoded(
-    entries: Sequence[TensorEntry], tree: str, metadata: Mapping[str, str], elsewhere: Sequence[Reference]
-) -> bytes:
-    return encode(entries, tree=tree, metadata=metadata, alignment_bytes=PAGE_BYTES, elsewhere=elsewhere)
-
-
-def contents_of(
-    state: Any,
-    metadata: Metadata,
-    refer: Callable[[Sequence[Stored]], tuple[Mapping[str, int], Mapping[str, Reference]]] | None = None,
-) -> Contents:
-    """Lay out ``state``; only tensors with gaps are copied. Raises InvalidArgument.
-
-    refer   told the tensors, says what their 64-bit words sum up to, and which lie elsewhere, by name
-    """
-    stored, tree = flatten(state)
-    own = {**FOR_TORCH, **(metadata or {})}
-    if DEVICES in own:
-        raise InvalidArgument(f"metadata {DEVICES!r} cannot be saved: penstock keeps devices there")
-    elsewhere = {item.name: str(item.tensor.device) for item in stored if not is_on_host(item.tensor)}
-    if elsewhere:
-        own[DEVICES] = json.dumps(elsewhere)
-    sums, references = ({}, {}) if refer is None else refer(stored)
-    ordered = sorted((item for item in stored if item.name not in references), key=_place)
-    entries, end = [], 0
-    for item in ordered:
-        begin, end = end, end + item.tensor.nbytes
-        entries.append(TensorEntry(item.name, item.dtype, item.shape, begin, end, None, sums.get(item.name)))
-    # In the order of the files, which the header groups them by.
-    others = tuple(sorted(references.values(), key=lambda reference: reference.file))
-    header_bytes = len(_encoded(entries, tree, own, others))
-    tensors = tuple(item.tensor for item in ordered)
-    return Contents(tensors, tuple(entries), tree, own, others, header_bytes)
-
-
-def _place(stored: Stored) -> tuple[bool, int]:
-    """Whole pages first, then by size of element: every tensor begins at a multiple of its element."""
-    return stored.tensor.nbytes % PAGE_BYTES != 0, -stored.tensor.element_size()
-
-
 def _write_through(
     contents: Contents, replacement: Replacement, way: IoPath, snapshot: Snapshot | None = None
 ) -> None:
@@ -354,7 +267,7 @@ def _write_through(
         pieces = split(contents.entries, contents.header_bytes)
         for piece in pieces if snapshot is None else _wanted_first(snapshot, pieces):
             buffer = pool.take()
-            _gather(contents, piece, buffer.address, checksums, snapshot)
+            gather(contents, piece, buffer.address, checksums, snapshot)
             if snapshot is not None and snapshot.failed:
                 raise CheckpointError(
                     f"checkpoint {replacement.path} cannot be written: {snapshot.failed}. What was there "
@@ -401,7 +314,7 @@ def _copied_beside(snapshot: Snapshot, contents: Contents, path: Path | ObjectPa
         for index, size_bytes in zip(copied, sizes, strict=True):
             if data_bytes := tensors[index].nbytes:
                 copy = host_bytes(address, data_bytes)
-                _copy(tensors[index], 0, data_bytes, address)
+                copy_bytes(tensors[index], 0, data_bytes, address)
                 tensors[index] = copy
             address += size_bytes
         try:
@@ -435,7 +348,7 @@ def _copied(contents: Contents, path: Path | ObjectPath) -> Iterator[_Gathering]
     ]
     # From a device in order, so that copies come after the work of the caller's streams.
     run = in_parallel if contents.on_host else in_order
-    run(lambda each: _gather(contents, each[0], each[1], checksums), gathered)
+    run(lambda each: gather(contents, each[0], each[1], checksums), gathered)
     del buffer
     contents = replace(contents, tensors=())  # theirs may go on to change, and to be freed
     try:
@@ -457,7 +370,7 @@ def _upload_through(contents: Contents, path: ObjectPath) -> None:
     checksums, pool = Checksums(contents.entries), BufferPool(pinned=not contents.on_host)
     for piece in split(contents.entries, data_offset):
         buffer = pool.take()
-        _gather(contents, piece, buffer.address, checksums)
+        gather(contents, piece, buffer.address, checksums)
         pool.give(buffer)
     header, again = contents.header(checksums), Checksums(contents.entries)
 
@@ -465,7 +378,7 @@ def _upload_through(contents: Contents, path: ObjectPath) -> None:
         yield header
         for piece in split(contents.entries, data_offset):
             buffer = AlignedBuffer(piece.end - piece.offset)  # which the upload keeps as long as it needs it
-            _gather(contents, piece, buffer.address, again)
+            gather(contents, piece, buffer.address, again)
             yield buffer.view()
         if contents.header(again) != header:
             raise CheckpointError(
@@ -513,26 +426,3 @@ def _write(
             release(transfer.keep)
 
     run_transfers(replacement.opened, transfers(), done, way)
-
-
-def _gather(
-    contents: Contents, piece: FilePiece, address: int, checksums: Checksums, snapshot: Snapshot | None = None
-) -> None:
-    """Copy the tensors' bytes of ``piece`` to ``address``."""
-    for part in piece.parts:
-        to = address + part.offset - piece.offset
-        begin = part.offset - contents.header_bytes - contents.entries[part.entry].begin
-        if snapshot is not None and part.entry in snapshot:
-            crc = snapshot.copy(part.entry, begin, part.size_bytes, to)
-        else:
-            crc = _copy(contents.tensors[part.entry], begin, part.size_bytes, to)
-        checksums.add(part, crc)
-
-
-def _copy(tensor: torch.Tensor, begin: int, size_bytes: int, to: int) -> int:
-    """Copy bytes of a tensor to an address; returns their CRC-32C."""
-    if is_on_host(tensor):
-        return copy_crc32c(to, tensor.data_ptr() + begin, size_bytes)
-    with torch.no_grad():
-        host_bytes(to, size_bytes).copy_(tensor.view(-1).view(torch.uint8)[begin : begin + size_bytes])
-    return crc32c_at(to, size_bytes)
