@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock import checkpoint, cli
-from penstock.checkpoint import loading, saving
+from penstock.checkpoint import contents, loading
 from tests.support.families import FAMILIES
 from tests.support.states import STATES, numbers, same, trained_gpt
 
@@ -79,7 +79,7 @@ def test_transformers_and_accelerate_load_a_model_that_penstock_saved(tmp_path: 
 def test_files_without_the_format_of_torch_are_read_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "FOR_TORCH", {})
+    monkeypatch.setattr(contents, "FOR_TORCH", {})
     checkpoint.save(FLAT, tmp_path / "state")
     with safetensors.safe_open(tmp_path / "state", "pt") as file:
         assert "format" not in file.metadata()

@@ -299,7 +299,7 @@ def test_tensors_of_other_devices_pass_through_host_memory(
     mmap: bool, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here all are treated as if they were elsewhere; tests/gpu has real ones."""
-    for module in ("saving", "reading", "loading"):
+    for module in ("contents", "reading", "loading"):
         monkeypatch.setattr(f"penstock.checkpoint.{module}.is_on_host", lambda _: False)
     state = STATES["several pieces"]()
     if handle := checkpoint.save(state, tmp_path / "state", wait=wait):
