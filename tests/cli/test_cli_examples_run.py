@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.apart import Program, ended
+
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # other tests may keep the cores busy
 
@@ -100,13 +102,7 @@ def test_large_models_are_tried_at_a_small_scale(tmp_path: Path) -> None:
 
 def test_large_models_say_what_they_lack(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "large_models.py"
-    done = subprocess.run(
-        [sys.executable, script, "--cases", "larger"],
-        capture_output=True,
-        text=True,
-        env=ONE_THREAD,
-        check=False,
-    )
+    (done,) = ended(Program(script, ("--cases", "larger")))
     assert done.returncode == 2 and "there is no 'larger': choose of lora, full, 4-bit" in done.stderr
 
 

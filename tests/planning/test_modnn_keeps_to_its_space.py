@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.artifact import published
@@ -27,13 +27,8 @@ from tests.support.traces import (
     Step,
     gpt,
     machine,
-    machines,
     needs_g10_data,
-    traces,
-    whole_traces,
 )
-
-slow = settings(max_examples=40)
 
 
 def plan_of(trace: Trace, budget: int, decision: Decision) -> Plan:
@@ -43,38 +38,6 @@ def plan_of(trace: Trace, budget: int, decision: Decision) -> Plan:
         evictions=decision.evictions,
         variants=decision.variants,
     )
-
-
-@slow
-@given(
-    trace=st.one_of(traces(), whole_traces()),
-    hardware=machines,
-    share=st.sampled_from([0.0, 0.02, 0.3, 0.6, 0.9, 1.0]),
-)
-def test_it_is_legal_for_every_budget(trace: Trace, hardware: Hardware, share: float) -> None:
-    least = minimum_bytes(trace)
-    budget = least + round(share * max(trace.peak_bytes - least, 0))
-    decision = modnn(Problem(trace, hardware, budget))
-    assert check(trace, plan_of(trace, budget, decision), hardware) == []
-    assert decision.recomputations == ()
-
-
-@slow
-@given(
-    trace=st.one_of(traces(), whole_traces()), pages=st.integers(0, 3000), share=st.sampled_from([0.0, 0.5])
-)
-def test_small_tiers_hold_what_is_sent_there_or_the_policy_says_so(
-    trace: Trace, pages: int, share: float
-) -> None:
-    least = minimum_bytes(trace)
-    budget = least + round(share * max(trace.peak_bytes - least, 0))
-    hardware = machine(host_bytes=pages * PAGE // 2, disk_bytes=pages * PAGE)
-    try:
-        decision = modnn(Problem(trace, hardware, budget))
-    except SpillSpaceFull as error:
-        assert "the policy 'modnn' finds no room" in str(error)
-    else:
-        assert check(trace, plan_of(trace, budget, decision), hardware) == []
 
 
 def test_nothing_leaves_when_everything_fits() -> None:

@@ -18,11 +18,10 @@ from penstock.core.trace import Trace
 from penstock.errors import SpillSpaceFull
 from penstock.planners import Problem, plan
 from penstock.planners.rules import FreeBytes
-from tests.support.traces import Step, gpt, machine, machines, traces, whole_traces
+from penstock.simulator import simulate
+from tests.support.traces import Step, gpt, machine, machines, small_tiers, traces, whole_traces
 
 optimal_module = import_module("penstock.planners.optimal")  # the package has a function of that name
-
-quick = settings(max_examples=40)
 
 
 @pytest.fixture(autouse=True)
@@ -30,63 +29,55 @@ def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimal_module, "MOST_CHANGES", 200)
 
 
-def made(
-    trace: Trace, hardware: Hardware, share: float, recompute: bool, compress: bool, limit_s: float = 60.0
-) -> Plan | None:
-    """The plan for a budget between the least possible and the peak; None where the tiers are too small."""
+any_machine = st.builds(
+    replace,
+    st.one_of(machines, small_tiers),
+    copy_overhead_s=st.sampled_from([0.0, 0.3]),
+    byte_overhead_s=st.sampled_from([0.0, 0.01]),
+)
+
+
+@settings(max_examples=120)
+@given(
+    trace=st.one_of(traces(), whole_traces()),
+    hardware=any_machine,
+    share=st.one_of(st.just(0.0), st.floats(0, 1)),
+    recompute=st.booleans(),
+    compress=st.booleans(),
+    limit_s=st.sampled_from([0.0, 0.1, 60.0, 60.0]),
+)
+def test_for_every_trace(
+    trace: Trace, hardware: Hardware, share: float, recompute: bool, compress: bool, limit_s: float
+) -> None:
+    """For budgets between the least possible and the peak; refused only where the tiers are too small."""
     least = minimum_bytes(trace)
     budget = least + int(share * (trace.peak_bytes - least))
     try:
-        return plan(
+        made = plan(
             trace,
             hardware,
             "optimal",
             recompute=recompute,
-            compress=compress and len(trace.tensor_density) > 0,
+            compress=compress,
             time_limit_s=limit_s,
             device_budget_bytes=budget,
         )
     except SpillSpaceFull:
-        return None
+        assert hardware.disk_bytes < trace.tensor_bytes.sum() and budget < trace.peak_bytes
+        return
+    sound(trace, hardware, made)
+    assert made.minimum_bytes == least
+    timeline = simulate(trace, made, hardware)
+    assert timeline.peak_bytes == made.predicted_peak_bytes <= budget
+    assert timeline.iteration_s == made.predicted_s
+    for tier in ("device", "host", "disk"):
+        assert timeline.tier_peak_bytes(tier) <= hardware.capacity_bytes(tier)
+    assert timeline.iteration_s >= timeline.busy_s("compute") - 1e-9
 
 
-def sound(trace: Trace, hardware: Hardware, result: Plan | None) -> None:
-    if result is not None:
-        assert check(trace, result, hardware) == []
-        assert result.predicted_s >= result.lower_bound_s * (1 - 1e-9)
-
-
-shares = st.floats(0, 1)
-
-
-@quick
-@given(traces(), machines, shares, st.booleans())
-def test_for_captured_traces(trace: Trace, hardware: Hardware, share: float, recompute: bool) -> None:
-    sound(trace, hardware, made(trace, hardware, share, recompute, False))
-
-
-@quick
-@given(whole_traces(), machines, shares, st.booleans(), st.booleans())
-def test_for_traces_of_which_all_can_leave(
-    trace: Trace, hardware: Hardware, share: float, recompute: bool, compress: bool
-) -> None:
-    sound(trace, hardware, made(trace, hardware, share, recompute, compress))
-
-
-@quick
-@given(whole_traces(), machines, shares, st.booleans())
-def test_without_time(trace: Trace, hardware: Hardware, share: float, recompute: bool) -> None:
-    sound(trace, hardware, made(trace, hardware, share, recompute, False, limit_s=0.0))
-
-
-@quick
-@given(whole_traces(), st.integers(0, 20), shares, st.booleans())
-def test_where_the_host_is_small(trace: Trace, tenths: int, share: float, recompute: bool) -> None:
-    host_bytes = int(trace.tensor_bytes.sum()) * tenths // 20
-    hardware = machine(host_bytes=host_bytes)
-    result = made(trace, hardware, share, recompute, False)
-    assert result is not None  # the disk has room for everything
-    sound(trace, hardware, result)
+def sound(trace: Trace, hardware: Hardware, result: Plan) -> None:
+    assert check(trace, result, hardware) == []
+    assert result.predicted_s >= result.lower_bound_s * (1 - 1e-9)
 
 
 def test_an_eviction_that_shares_a_copy_needs_room_as_long_as_that_stays() -> None:

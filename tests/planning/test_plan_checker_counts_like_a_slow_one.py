@@ -79,17 +79,7 @@ def compressed_at(plan: Plan, tensor: int, kernel: int, count: int) -> bool:
     )
 
 
-@given(data=st.data(), trace=any_trace, hardware=machines)
-@settings(max_examples=60)
-def test_device_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
-    plan = data.draw(legal_plans(trace, hardware))
-    found = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
-    assert found.tolist() == walked(trace, plan)
-
-
-@given(trace=any_trace)
-@settings(max_examples=60)
-def test_a_kernel_needs_what_it_uses_and_what_cannot_leave(trace: Trace) -> None:
+def assert_a_kernel_needs_what_it_uses(trace: Trace) -> None:
     """With everything away whenever it can be, of no tier and at no cost."""
     away = tuple(
         Evict(tensor, begin - 1, begin, end, end) for tensor, begin, end, _ in trace.inactive_periods
@@ -145,9 +135,12 @@ def copies_in_use(trace: Trace, plan: Plan, iterations: int = 4) -> dict[str, li
     return found
 
 
-@given(data=st.data(), trace=whole_traces(), hardware=machines)
-@settings(max_examples=60)
-def test_tier_memory(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
+@given(data=st.data(), trace=any_trace, hardware=machines)
+@settings(max_examples=80)
+def test_memory_of_the_device_and_of_the_tiers(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     plan = data.draw(legal_plans(trace, hardware))
+    found = resident_bytes(trace, plan.evictions, plan.recomputations, plan.variants)
+    assert found.tolist() == walked(trace, plan)
     counted = tier_bytes(trace, plan.evictions)
     assert {tier: row.tolist() for tier, row in counted.items()} == copies_in_use(trace, plan)
+    assert_a_kernel_needs_what_it_uses(trace)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.check import check
-from penstock.core.hardware import LINKS, Hardware
+from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.timeline import MemorySample, Span, Stall, Timeline
 from penstock.core.trace import Trace
-from penstock.errors import SpillSpaceFull
 from penstock.planners import plan
 from penstock.simulator import simulate
 from tests.planning.test_plan_checker_names_every_violation import used_twice
-from tests.support.traces import Step, five_kernels, gpt, machine, machines, traces, whole_traces
+from tests.support.traces import Step, five_kernels, gpt, machine, machines, traces
 
 
 def replay(
@@ -79,33 +77,6 @@ def test_kernels_lose_time_to_each_byte_that_is_copied() -> None:
     # It is nobody's time where kernels would have waited: the disk takes 2 s each way.
     slow = replace(machine(50.0), byte_overhead_s=0.5 / 100)
     assert replay(five_kernels(), evict, budget=200, hardware=slow).iteration_s == 7
-
-
-@given(
-    trace=whole_traces(),
-    hardware=machines,
-    share=st.floats(0, 1),
-    overhead_s=st.sampled_from([0.0, 0.3]),
-    byte_overhead_s=st.sampled_from([0.0, 0.01]),
-)
-@settings(max_examples=60)
-def test_plans_are_legal_whatever_a_copy_costs(
-    trace: Trace, hardware: Hardware, share: float, overhead_s: float, byte_overhead_s: float
-) -> None:
-    hardware = replace(hardware, copy_overhead_s=overhead_s, byte_overhead_s=byte_overhead_s)
-    least = minimum_bytes(trace)
-    budget = least + int(share * (trace.peak_bytes - least))
-    try:
-        made = plan(trace, hardware, device_budget_bytes=budget, time_limit_s=0.1)
-    except SpillSpaceFull:
-        return
-    assert check(trace, made, hardware) == []
-    timeline = simulate(trace, made, hardware)
-    assert timeline.peak_bytes <= budget
-    starting_s = sum(span.end_s - span.start_s for span in timeline.spans if span.label == "start copies")
-    kernels_s = timeline.busy_s("compute") - starting_s
-    assert timeline.iteration_s >= kernels_s + starting_s - 1e-9
-    assert made.predicted_s == timeline.iteration_s >= made.lower_bound_s
 
 
 def test_another_result_that_leaves_meanwhile_has_room_where_a_tensor_is_recomputed() -> None:
@@ -276,29 +247,6 @@ def test_keeping_everything_is_ideal(trace: Trace, hardware: Hardware) -> None:
     assert timeline.iteration_s == pytest.approx(trace.ideal_s)
     assert timeline.peak_bytes == trace.peak_bytes
     assert timeline.stalls == ()
-
-
-@given(
-    trace=traces(), hardware=machines, fraction=st.floats(0, 1), policy=st.sampled_from(["evict_all", "g10"])
-)
-@settings(max_examples=150)
-def test_no_link_is_busy_for_longer_than_the_iteration(
-    trace: Trace, hardware: Hardware, fraction: float, policy: str
-) -> None:
-    least = minimum_bytes(trace)
-    budget = least + int(fraction * (trace.peak_bytes - least))
-    made = plan(trace, hardware, policy, device_budget_bytes=budget)
-    timeline = simulate(trace, made, hardware)
-    assert simulate(trace, made, hardware) == timeline
-    slack = 1e-9 * (1 + timeline.iteration_s)
-    assert timeline.iteration_s >= trace.ideal_s - slack
-    assert timeline.busy_s("compute") == pytest.approx(trace.ideal_s)
-    for link in LINKS:
-        assert timeline.busy_s(link) <= timeline.iteration_s + slack
-        spans = sorted(on(timeline, link), key=lambda span: span[1:])
-        assert all(earlier[2] <= later[1] for earlier, later in pairwise(spans))
-    last_kernel_s = max(end for _, _, end in on(timeline, "compute"))
-    assert last_kernel_s == pytest.approx(trace.ideal_s + timeline.stall_s)
 
 
 @given(trace=traces(), fraction=st.floats(0, 1), policy=st.sampled_from(["evict_all", "g10"]))

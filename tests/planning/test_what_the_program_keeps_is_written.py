@@ -19,7 +19,7 @@ from penstock.planners.problem import Problem
 from penstock.report.summary import summarise
 from penstock.runtime.schedule import EvictAction, ReleaseAction, schedule
 from penstock.simulator import simulate
-from tests.support.traces import Step, machine, whole_traces
+from tests.support.traces import PAGE, Step, machine, whole_traces
 
 BUSY = replace(machine(100.0), disk_read_bytes_per_s=200.0)
 
@@ -164,7 +164,7 @@ def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fractio
     data=st.data(),
     trace=whole_traces(),
     fraction=st.floats(0, 1),
-    tiers=st.sampled_from([(0, 1 << 20), (300, 1 << 20), (1 << 20, 0)]),
+    tiers=st.sampled_from([(0, 1 << 40), (300 * PAGE, 1 << 40), (1 << 40, 0)]),
 )
 @settings(max_examples=40)
 def test_the_search_counts_what_it_takes(

@@ -108,6 +108,7 @@ def _run(program: Program, folder: str, environment: Mapping[str, str], *paths: 
     os.environ.update(environment)
     sys.argv = [str(program.source), *map(str, program.arguments)]
     if isinstance(program.source, Path):
+        sys.path.insert(0, str(program.source.parent))
         runpy.run_path(str(program.source), run_name="__main__")
     else:
         exec(compile(program.source, "<program>", "exec"), {"__name__": "__main__"})

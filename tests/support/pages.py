@@ -24,6 +24,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
+
+from tests.support.apart import Program, Running
 
 SHELL_S = 120  # for one command
 FIGURES, CHECKSUMS, LINES, OUTPUT = "figures vary", "checksums vary", "lines vary", "output varies"
@@ -42,6 +45,8 @@ _COMMENT = re.compile(r"<!-- (.*?) -->")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?: ?(?:[KMGT]?i?B(?:/s)?|[mun]?s)\b)?")
 _CHECKSUM = re.compile(r"\b[0-9a-f]{8}\b")
 _RULE = re.compile("─+")
+_ALONE = re.compile(r"(?P<command>(?:python \S+\.py|penstock)[^;&|<>$`*?~]*)(?P<asked>; echo \$\?)?")
+_PENSTOCK = "import sys; from penstock.cli import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)
@@ -121,21 +126,37 @@ class Reader:
         assert commands, f"{self._where(block)}: a console without a command"
         for number, command in enumerate(commands, start=1):
             command, _, expected = command.replace("\\\n", "").partition("\n")
-            done = subprocess.run(
-                ["timeout", str(SHELL_S), "bash", "-c", command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-                env=os.environ
-                | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
-                | self._environment,
-            )
+            code, printed = self._done(command)
             wanted = block.exit_code if number == len(commands) else 0
-            assert done.returncode == wanted, (
-                f"{self._where(block)}: {shlex.quote(command)} ended with {done.returncode}:\n{done.stdout}"
+            assert code == wanted, (
+                f"{self._where(block)}: {shlex.quote(command)} ended with {code}:\n{printed}"
             )
-            self._compare(block, expected, done.stdout)
+            self._compare(block, expected, printed)
+
+    def _done(self, command: str) -> tuple[int, str]:
+        """How it ends, and what it prints. Python and penstock alone need no shell, and have imported."""
+        environment = {"COLUMNS": "100", **self._environment}
+        if alone := _ALONE.fullmatch(command):
+            name, *arguments = shlex.split(alone["command"])
+            source = _PENSTOCK if name == "penstock" else Path(arguments.pop(0))
+            done = Running(Program(source, tuple(arguments), environment)).end(SHELL_S)
+            code, printed = done.returncode, done.stdout + done.stderr
+            if code < 0:  # as a shell tells of it
+                code, printed = 128 - code, f"{printed}{signal.strsignal(-code)}\n"
+            return (0, f"{printed}{code}\n") if alone["asked"] else (code, printed)
+        done = subprocess.run(
+            ["timeout", str(SHELL_S), "bash", "-c", command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                **environment,
+            },
+        )
+        return done.returncode, done.stdout
 
     def _compare(self, block: Block, expected: str, printed: str) -> None:
         if OUTPUT in block.said:

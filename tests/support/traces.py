@@ -206,6 +206,9 @@ machines = st.builds(
     latency_s=st.sampled_from([0.0, 0.1]),
 )
 
+_few = st.integers(0, 2000).map(lambda pages: pages * PAGE)
+small_tiers = st.builds(machine, st.just(300.0 * PAGE), host_bytes=_few, disk_bytes=_few)
+
 
 @st.composite
 def whole_traces(draw: st.DrawFn, kernels: int = 8) -> Trace:
