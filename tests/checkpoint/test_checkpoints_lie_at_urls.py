@@ -6,8 +6,6 @@ import builtins
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections import deque
@@ -25,6 +23,7 @@ from penstock import checkpoint, cli
 from penstock.checkpoint import Manager, pieces
 from penstock.errors import CheckpointError
 from penstock.storage.objects import Bucket
+from tests.support.apart import Program, Running
 from tests.support.limits import most_more_memory
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, writes
 from tests.support.runs import PAGED
@@ -289,24 +288,20 @@ from penstock.checkpoint import Manager, load
 manager = Manager(sys.argv[1], keep_last=2)
 latest = manager.latest()
 step = 0 if latest is None else load(latest)["step"]
-print("ready", flush=True)
 while True:
     step += 1
     manager.save({"frozen": torch.arange(2_000_000), "moving": torch.full((9999,), step), "step": step}, step)
+    print("saved", flush=True)
 """
 
 
 def test_a_killed_process_leaves_its_newest_checkpoint_whole(folder: str) -> None:
     chance, last = random.Random(3), 0
     for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVING, folder], stdout=subprocess.PIPE, text=True, env=os.environ
-        )
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(chance.uniform(0.5, 2.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        saving = Running(Program(SAVING, (folder,)))
+        saving.wait_for("saved", chance.randrange(1, 5))
+        time.sleep(chance.uniform(0, 0.3))
+        saving.end(0)
         found = checkpoint.ls(folder)
         assert not [each.problem for each in found if each.problem]
         for each in found:

@@ -9,8 +9,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ from penstock.checkpoint import Manager, header, listing, pieces
 from penstock.checkpoint import manager as manager_module
 from penstock.storage.checksum import crc32c
 from penstock.storage.native import PosixTransport
+from tests.support.apart import Program, Running, python
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.faulty_transport import FaultyTransport, direct_path
 from tests.support.runs import PAGED
@@ -412,10 +411,7 @@ def test_a_second_manager_is_refused(tmp_path: Path) -> None:
     with Manager(tmp_path):
         with pytest.raises(penstock.CheckpointError, match="another manager has"):
             Manager(tmp_path)
-        command = f"from penstock.checkpoint import Manager; Manager({str(tmp_path)!r})"
-        other = subprocess.run(
-            [sys.executable, "-c", command], capture_output=True, text=True, check=False, timeout=120
-        )
+        other = python("import sys; from penstock.checkpoint import Manager; Manager(sys.argv[1])", tmp_path)
         assert other.returncode == 1 and "another manager has" in other.stderr
     Manager(tmp_path).close()
 
@@ -705,12 +701,12 @@ frozen = torch.arange(400_000)
 manager = Manager(folder, keep_last=2, keep_every=50)
 latest = manager.latest()
 step = 0 if latest is None else load(latest)["step"]
-print("ready", flush=True)
 while True:
     step += 1
     moving = torch.full((50_000,), step)
     # Every tenth step nearly all is new, so that files to refer to change.
     manager.save({"frozen": frozen + step // 10, "moving": moving, "step": step}, step, wait=step % 2 == 0)
+    print("saved", flush=True)
 """
 
 
@@ -718,14 +714,10 @@ while True:
 def test_a_killed_process_leaves_its_newest_checkpoint_whole(how: str, tmp_path: Path) -> None:
     chance, last = random.Random(3), 0
     for _ in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVING, str(tmp_path / "run"), how], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(chance.uniform(0.2, 1.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        saving = Running(Program(SAVING, (tmp_path / "run", how)))
+        saving.wait_for("saved", chance.randrange(3, 9))
+        time.sleep(chance.uniform(0, 0.1))
+        saving.end(0)
         found = checkpoint.ls(tmp_path / "run")
         assert not [each.problem for each in found if each.problem]
         for each in found:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from penstock import _native
+from tests.support.apart import python
 from tests.support.nvme_host import HOST_ID, HOST_NQN
 from tests.support.nvme_native import LIMITS, Failed, controller, guarded, guards_hold, requests
 from tests.support.nvme_target.process import NQN, Namespace, Subsystem, Target, random_file
@@ -326,7 +325,8 @@ with controller(Machine.Address(int(sys.argv[1]))) as opened, requests() as move
 
 
 def test_a_forked_process_makes_an_association_of_its_own(target: Target) -> None:
-    subprocess.run([sys.executable, "-c", FORK, str(target.port)], check=True, timeout=60)
+    done = python(FORK, target.port)
+    assert done.returncode == 0, done.stderr
     assert target.stats()["connects"] == 2
 
 

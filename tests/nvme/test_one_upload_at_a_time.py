@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +28,7 @@ from penstock.storage.nvme.contents import (
 )
 from penstock.storage.nvme.url import parse_url
 from penstock.storage.spill_namespace import SpillNamespace
+from tests.support.apart import Program, Running, python
 from tests.support.nvme_target.process import Target
 from tests.support.remote_stores import MIB, Clock, image_of, serving, url_of
 from tests.support.sample_stores import some_samples
@@ -103,14 +101,7 @@ def test_a_second_upload_is_told_who_writes(store: Path, target: Target, tmp_pat
             upload(store, url, timeout_s=TIMEOUT_S, overwrite=True)
         texts.append(str(error.value))
         code = "import sys; from penstock.samples import upload; upload(sys.argv[1], sys.argv[2])"
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(store), url],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        texts.append(done.stderr.splitlines()[-1])
+        texts.append(python(code, store, url).stderr.splitlines()[-1])
 
     upload(store, url, timeout_s=TIMEOUT_S, progress=once(others))
     assert len(texts) == 2
@@ -124,12 +115,11 @@ def test_an_upload_that_was_killed_is_gone_on_with(
     store: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, url = Clock(monkeypatch), url_of(target)
-    command = [sys.executable, "-c", UPLOADING, str(store), url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None and first.stdout.readline() == "half\n"
-        with pytest.raises(SampleError, match=f"process {first.pid} on "):
-            upload(store, url, timeout_s=TIMEOUT_S)
-        first.send_signal(signal.SIGKILL)
+    first = Running(Program(UPLOADING, (store, url)))
+    first.wait_for("half\n")
+    with pytest.raises(SampleError, match=f"process {first.process.pid} on "):
+        upload(store, url, timeout_s=TIMEOUT_S)
+    first.end(0)
     left = marker_of(marker_in(tmp_path), WRITER_MAGIC)
     assert left is not None
     done = upload(store, url, timeout_s=TIMEOUT_S)

@@ -202,13 +202,14 @@ def take(batch: Any) -> list[list[Any]]:
     return [[int(index), bytes(data)] for index, data in zip(batch.indices, batch, strict=True)]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_read_for_themselves(target: Target, context: str) -> None:
+@pytest.mark.parametrize("how", ["fork", "forkserver"])
+def test_workers_read_for_themselves(target: Target, how: str) -> None:
+    processes = context() if how == "forkserver" else how
     with mounted(url_of(target, 0), url_of(target, 1)) as store:
         store.read(0)
         loader = Loader(store, batch_size=16, decode_batch=take, prefetch_bytes="1MiB")
-        through = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context=context)
-        for _ in range(2 if context == "fork" else 1):
+        through = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context=processes)
+        for _ in range(2 if how == "fork" else 1):
             assert sorted(sample for batch in through for sample in batch) == expected(CONTENT)
         assert sorted(sample for batch in loader for sample in batch) == expected(CONTENT)
 

@@ -24,6 +24,7 @@ from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
 from penstock.storage.nvme.contents import own_marker
 from penstock.storage.spill import SpillSpace, Transfer
+from tests.support.apart import python
 from tests.support.checked import checked_run
 from tests.support.nvme_target.process import Target
 from tests.support.remote_stores import MIB, Clock, image_of, serving, url_of
@@ -306,8 +307,7 @@ def test_a_process_that_was_killed_keeps_nobody_off(target: Target, monkeypatch:
         "import os, sys; from penstock.storage.spill import SpillSpace; SpillSpace(sys.argv[1]); "
         "os.kill(os.getpid(), 9)"
     )
-    killed = subprocess.run([sys.executable, "-c", program, url_of(target)], check=False, timeout=120)
-    assert killed.returncode == -9
+    assert python(program, url_of(target)).returncode == -9
     with SpillSpace(url_of(target)) as space:
         there_and_back(space, MIB, 0)
 

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ import numpy as np
 import pytest
 
 from penstock.samples import Loader, Mixture, filtered, merge_states, mount, packed
+from tests.support.apart import Program, Running
 from tests.support.stores import write_store
 
-ROOT = Path(__file__).parents[2]
 TOKENS, IMAGES = 300, 200
 EVERY = 3  # batches between checkpoints
 
@@ -60,14 +58,13 @@ def save(path: Path, value: Any) -> None:
     os.replace(path.with_suffix(".next"), path)
 
 
-def start(folder: Path, rank: int, world_size: int, states: list[dict[str, Any]]) -> subprocess.Popen[bytes]:
+def start(folder: Path, rank: int, world_size: int, states: list[dict[str, Any]]) -> Running:
     code = (
         "import json, sys; from pathlib import Path; "
         "from tests.samples.test_killed_processes_resume_with_others import train; "
         "train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
     )
-    arguments = [str(folder), str(rank), str(world_size), json.dumps(states)]
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
+    return Running(Program(code, (folder, rank, world_size, json.dumps(states))))
 
 
 def last_checkpoint(folder: Path) -> int:
@@ -86,14 +83,10 @@ def test_killed_with_two_resumed_with_three(tmp_path: Path, after: int) -> None:
     write_store(tmp_path / "images", [(str(i), rng.bytes(500)) for i in range(IMAGES)])
 
     running = [start(tmp_path, rank, 2, []) for rank in range(2)]
-    try:
-        while last_checkpoint(tmp_path) < after:
-            assert all(process.poll() is None for process in running), "one failed"
-            time.sleep(0.01)
-    finally:
-        for process in running:
-            process.send_signal(signal.SIGKILL)
-    assert [process.wait() for process in running] == [-signal.SIGKILL] * 2
+    while last_checkpoint(tmp_path) < after:
+        assert all(each.process.exitcode is None for each in running), [each.said for each in running]
+        time.sleep(0.01)
+    assert [each.end(0).returncode for each in running] == [-signal.SIGKILL] * 2
 
     step = last_checkpoint(tmp_path)
     saved = [json.loads((tmp_path / f"checkpoint-{step}-{rank}").read_text()) for rank in range(2)]
@@ -102,7 +95,7 @@ def test_killed_with_two_resumed_with_three(tmp_path: Path, after: int) -> None:
     assert 0 < len(seen) < len(source)
 
     resumed = [start(tmp_path, rank, 3, [each["state"] for each in saved]) for rank in range(3)]
-    assert [process.wait(timeout=300) for process in resumed] == [0, 0, 0]
+    assert [each.end().returncode for each in resumed] == [0, 0, 0]
     for rank in range(3):
         seen += json.loads((tmp_path / f"end-3-{rank}").read_text())["seen"]
     blocks, images = (source.sources[i].indices_end for i in range(2))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -17,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._native import SampleFailure
+from tests.support.apart import python
 from tests.support.native_reader import WAIT_S, breads, mounted, parts
 from tests.support.stores import write_store
 
@@ -272,8 +271,8 @@ with mounted(Path(sys.argv[1])) as store:
 
 def test_indices_may_be_written_while_their_samples_are_read(tmp_path: Path) -> None:
     write_store(tmp_path, [(str(index), bytes([index])) for index in range(200)])
-    command = [sys.executable, "-c", WRITE_WHILE_READING, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+    done = python(WRITE_WHILE_READING, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 # -- ends ----------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -25,13 +23,13 @@ from penstock.samples import progress
 from penstock.samples.objects.packing import Sending, staging_path
 from penstock.samples.sources import Source
 from penstock.storage.objects import Bucket
+from tests.support.apart import Program, Running, python
 from tests.support.object_readers import bits
 from tests.support.object_servers import S3, Proxy, writes
 from tests.support.packing import Listed, Stopped, contents, pack_often, samples_of
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra cloud")
 
-ROOT = Path(__file__).parents[2]
 ITEMS = samples_of(60, 1500)
 DATA_FILE_BYTES = 12_000
 
@@ -130,10 +128,9 @@ def pack_until_killed(url: str, staging: str, at: str) -> None:
 
 
 def test_a_killed_packing_goes_on(url: str, folder: Path, tmp_path: Path) -> None:
+    code = f"import sys; from {__name__} import *; pack_until_killed(*sys.argv[1:])"
     for at in (9, 20, 44, 60):
-        code = f"from {__name__} import *; pack_until_killed({url!r}, {str(tmp_path / 'staging')!r}, '{at}')"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False)
-        assert done.returncode == -signal.SIGKILL
+        assert python(code, url, tmp_path / "staging", at).returncode == -signal.SIGKILL
         with pytest.raises(SampleError, match="no sample store"):
             samples.mount(url)
     pack_below(url, tmp_path / "staging")
@@ -261,14 +258,14 @@ def test_a_packing_that_is_killed_at_its_first_request_goes_on(
         if not writes(line):
             return None
         began.wait()
-        child.kill()
+        child.process.kill()
         return "lost" if lost else "drop"
 
     proxy.answer = kill
     code = f"from {__name__} import *; pack_below({url!r}, Path({str(tmp_path / 'staging')!r}))"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    child = Running(Program(code))
     began.set()
-    assert child.wait(120) == -signal.SIGKILL
+    assert child.end().returncode == -signal.SIGKILL
     proxy.answer = lambda line, number: None
     assert list(Bucket(url).listed()) == (["penstock-upload"] if lost else [])
     pack_below(url, tmp_path / "staging")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -31,6 +30,7 @@ from penstock.samples.objects.cache import CacheOptions, DiskCache
 from penstock.samples.objects.fetching import REQUESTS_AT_ONCE
 from penstock.storage.objects import Bucket
 from tests.support import object_readers, small_disk
+from tests.support.apart import context, started
 from tests.support.object_readers import bits
 from tests.support.object_servers import S3, SECRET_KEY, HttpServer, Proxy, free_ports, rclone, writes
 from tests.support.sample_stores import epoch, flat, received, some_samples
@@ -563,11 +563,10 @@ def test_processes_share_a_cache(url: str, packed: Path, tmp_path: Path) -> None
         with samples.mount(url, cache_bytes="32KiB", cache_dir=tmp_path / f"{seed}") as store:
             bits(store, seed=seed)
             alone.append(store.counters()["requests"])
-    context, cache = multiprocessing.get_context("spawn"), tmp_path / "cache"
-    together, queue = context.Barrier(3), context.Queue()
+    cache, processes = tmp_path / "cache", context()
+    together, queue = processes.Barrier(3), processes.Queue()
     for seed in range(3):
-        arguments = (url, cache, seed, together, queue)
-        context.Process(target=object_readers.read, args=arguments, daemon=True).start()
+        started(object_readers.read, url, cache, seed, together, queue)
     for seed, batches, requests in [queue.get(timeout=120) for _ in range(3)]:
         assert batches == wanted[seed] and requests <= alone[seed]
     for most in (alone[0] // 4, 0):
@@ -576,13 +575,12 @@ def test_processes_share_a_cache(url: str, packed: Path, tmp_path: Path) -> None
 
 
 def test_a_kill_leaves_the_cache_whole(url: str, packed: Path, tmp_path: Path) -> None:
-    context, cache = multiprocessing.get_context("spawn"), tmp_path / "cache"
+    cache, processes = tmp_path / "cache", context()
     with samples.mount(packed, cache_bytes="32KiB") as here:
         wanted = bits(here)
     for after_s in (0.0, 0.02, 0.1):
-        mounted = context.Queue()  # its lock may die with the child
-        child = context.Process(target=object_readers.read_for_ever, args=(url, cache, mounted), daemon=True)
-        child.start()
+        mounted = processes.Queue()  # its lock may die with the child
+        child = started(object_readers.read_for_ever, url, cache, mounted)
         mounted.get(timeout=60)
         threading.Event().wait(after_s)
         child.kill()

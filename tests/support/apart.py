@@ -14,10 +14,10 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,13 @@ def context() -> ForkServerContext:
     finally:
         os.chdir(before)
     return found
+
+
+def started(target: Callable[..., object], *arguments: object) -> ForkServerProcess:
+    """A process that calls a function, in the environment of this one; it ends with it."""
+    process = context().Process(target=_called, args=(dict(os.environ), target, arguments), daemon=True)
+    process.start()
+    return process
 
 
 class Running:
@@ -93,6 +100,13 @@ def ended(*programs: Program, timeout_s: float = 120) -> list[subprocess.Complet
 def python(source: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """One program, when it has ended."""
     return ended(Program(textwrap.dedent(source), arguments, environment))[0]
+
+
+def _called(
+    environment: Mapping[str, str], target: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
+    os.environ.update(environment)
+    target(*arguments)
 
 
 def _run(program: Program, folder: str, environment: Mapping[str, str], *paths: Path) -> None:
