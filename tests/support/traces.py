@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.core.check import check
 from penstock.core.columns import KINDS, PHASES, Lists
 from penstock.core.hardware import Hardware
-from penstock.core.memory_profile import resident_bytes
+from penstock.core.memory_profile import resident_bytes, tier_bytes
 from penstock.core.plan import Evict, Plan, Recompute
 from penstock.core.trace import Trace, Variant
 
@@ -208,6 +208,12 @@ machines = st.builds(
 
 _few = st.integers(0, 2000).map(lambda pages: pages * PAGE)
 small_tiers = st.builds(machine, st.just(300.0 * PAGE), host_bytes=_few, disk_bytes=_few)
+
+
+def one_byte_less(trace: Trace, plan: Plan, hardware: Hardware) -> Hardware:
+    """The machine, with tiers that the plan's copies do not fit into."""
+    used = {tier: int(occupied.max()) for tier, occupied in tier_bytes(trace, plan.evictions).items()}
+    return replace(hardware, **{f"{tier}_bytes": max(most - 1, 0) for tier, most in used.items()})
 
 
 @st.composite
