@@ -181,10 +181,9 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
 @given(data=st.data(), trace=st.one_of(traces(4), whole_traces(4)), hardware=machines)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.filter_too_much])
-def test_one_eviction_gone_wrong(name: str, data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
+def test_one_eviction_gone_wrong(data: st.DataObject, trace: Trace, hardware: Hardware) -> None:
     legal = data.draw(legal_plans(trace, hardware))
     assume(legal.evictions)
     index = data.draw(st.integers(0, len(legal.evictions) - 1))
@@ -194,11 +193,11 @@ def test_one_eviction_gone_wrong(name: str, data: st.DataObject, trace: Trace, h
         for period in trace.inactive_periods
         if period.tensor == evict.tensor and period.begin <= evict.begin < evict.end <= period.end
     )
-    mutate, words = MUTATIONS[name]
-    wrong = mutate(evict, period)
-    evictions = (*legal.evictions[:index], wrong, *legal.evictions[index + 1 :])
-    sentences = check(trace, replace(legal, evictions=evictions), hardware)
-    assert any(words in sentence and str(wrong.tensor) in sentence for sentence in sentences)
+    for name, (mutate, words) in MUTATIONS.items():
+        wrong = mutate(evict, period)
+        evictions = (*legal.evictions[:index], wrong, *legal.evictions[index + 1 :])
+        sentences = check(trace, replace(legal, evictions=evictions), hardware)
+        assert any(words in sentence and str(wrong.tensor) in sentence for sentence in sentences), name
 
 
 @given(data=st.data(), trace=whole_traces(4), hardware=machines)
