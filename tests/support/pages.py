@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?: ?(?:[KMGT]?i?B(
 _CHECKSUM = re.compile(r"\b[0-9a-f]{8}\b")
 _RULE = re.compile("─+")
 _ALONE = re.compile(r"(?P<command>(?:python \S+\.py|penstock)[^;&|<>$`*?~]*)(?P<asked>; echo \$\?)?")
-_PENSTOCK = "import sys; from penstock.cli import main; sys.exit(main())"
+_PENSTOCK = "import os, sys; os.dup2(1, 2); from penstock.cli import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)
