@@ -103,7 +103,10 @@ def test_a_run_inside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert float(torch.ones(8, device=DEVICE).sum()) == 8
 
 
-def test_the_programs_own_limit_outlives_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_own_limit_outlives_a_run(
+    configure: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(memory="512MiB")
     monkeypatch.setattr(opening, "PROBE_S", 0.05)
     module = torch.get_device_module(DEVICE)
     total_bytes = module.get_device_properties(0).total_memory

@@ -37,7 +37,7 @@ class Training:
     """refused   how often the allocator had refused when each step began"""
 
     def __init__(
-        self, steps: int = 7, also: Callable[[int, torch.Tensor], object] = lambda number, loss: None
+        self, steps: int = 6, also: Callable[[int, torch.Tensor], object] = lambda number, loss: None
     ) -> None:
         self.steps, self.also = steps, also
         self.refused: list[int] = []
@@ -63,6 +63,7 @@ class Training:
 
 
 PLAIN = Training()  # whose bits are those of all that do nothing else
+OPENING = Training(3)  # the segment is opened in the second step
 
 
 def in_turns(names: Sequence[str], others: Sequence[Any]) -> list[Any]:
@@ -109,8 +110,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def test_nothing_is_refused_in_settled_steps(configure: Configure, seen: Seen, tmp_path: Path) -> None:
     configure(order="stepped", seed=1)
-    training = Training(steps=10)
-    plain = expected(training)
+    training = Training()
+    plain = expected(PLAIN)
     assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
     assert seen.opened == 1 and seen.moves > 0
     assert training.refused[2] > training.refused[0]
@@ -190,13 +191,13 @@ def test_small_tensors_get_memory_that_the_segment_took(
     kept: list[torch.Tensor] = []
 
     def keep(number: int, loss: torch.Tensor) -> None:
-        if number == 6:
+        if number == 3:
             kept.extend(loss.detach() + torch.zeros(128 << 10, device=DEVICE) for _ in range(24))
-        if number == 8:
+        if number == 5:
             kept.clear()
 
     configure(order="stepped", seed=1)
-    training = Training(10, keep)
+    training = Training(7, keep)
     plain = expected(training)
     kept.clear()
     assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
@@ -207,7 +208,7 @@ def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen
     streams: list[torch.Stream] = []
 
     def beside(number: int, loss: torch.Tensor) -> None:
-        if number >= 6:
+        if number >= 4:
             streams.append(torch.Stream(DEVICE)) if not streams else None
             streams[0].wait_stream(torch.accelerator.current_stream())
             with streams[0]:
@@ -215,7 +216,7 @@ def test_a_stream_that_begins_later_gets_memory(configure: Configure, seen: Seen
             torch.accelerator.current_stream().wait_stream(streams[0])
 
     configure(order="stepped", seed=1)
-    training = Training(8, beside)
+    training = Training(6, beside)
     plain = expected(training)
     streams.clear()
     assert differences(plain, inside(training, 112 * MIB, "host", tmp_path)[0]) == []
@@ -403,10 +404,10 @@ def test_settings_that_make_it_another_one_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     configure(order="stepped", seed=1)
-    plain = expected(PLAIN)
+    plain = expected(OPENING)
     torch._C._accelerator_setAllocatorSettings(settings)  # which the emulated allocator ignores
     try:
-        assert differences(plain, inside(Training(), 96 * MIB, "host", tmp_path)[0]) == []
+        assert differences(plain, inside(OPENING, 96 * MIB, "host", tmp_path)[0]) == []
     finally:
         torch._C._accelerator_setAllocatorSettings("")
     said = [record.message for record in caplog.records if "stays in pieces" in record.message]

@@ -49,15 +49,15 @@ def _square(*shape: int) -> Callable[[nn.Module], torch.Tensor]:
 
 
 def _words(model: nn.Module) -> torch.Tensor:
-    words = torch.randint(0, 64, (8, 64), device="emu")
+    words = torch.randint(0, 64, (4, 64), device="emu")
     return F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]] = {
-    "mlp": (_mlp, _square(512, 768)),
+    "mlp": (_mlp, _square(256, 768)),
     "gpt": (lambda: _Gpt(width=256, blocks=4), _words),
     "bucket": (_bucketed, _square(32, 480)),
-    "conv": (_conv, _square(16, 3, 32, 32)),  # with kernels that cannot run again: batch normalization
+    "conv": (_conv, _square(8, 3, 32, 32)),  # with kernels that cannot run again: batch normalization
 }
 
 

@@ -318,14 +318,13 @@ def test_random_programs_keep_every_bit(seed: int, tmp_path: Path) -> None:
 
 # -- operators --------------------------------------------------------------------------------
 
-COUNT = 5 * 2 * MIB // 4 + 12_345  # elements
-
 
 @functools.cache
 def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Three operands, for those who write to none of them."""
+    """Three operands of two whole segments and a rest, for those who write to none of them."""
     torch.manual_seed(3)
-    made = [torch.randn(COUNT) * torch.randn(COUNT).mul(3).exp() for _ in range(3)]
+    count = 2 * 2 * MIB // dtype.itemsize + 12_345
+    made = [torch.randn(count) * torch.randn(count).mul(3).exp() for _ in range(3)]
     return [value.to(dtype) for value in made]
 
 

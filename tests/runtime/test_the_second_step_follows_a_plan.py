@@ -14,6 +14,7 @@ from torch import nn
 
 import penstock
 from tests.support.runs import (
+    HARDWARE,
     OPTIMIZERS,
     Bits,
     Program,
@@ -82,7 +83,7 @@ def after_each(program: Program, spill_dir: Path) -> tuple[Bits, list[penstock.T
     """What a run of the program gives, its trace after each step, and the run."""
     traces: list[penstock.Trace] = []
     torch.manual_seed(7)
-    with offload(device_budget=BUDGET, spill_dir=spill_dir, smallest_bytes=4096) as run:
+    with offload(device_budget=BUDGET, spill_dir=spill_dir, smallest_bytes=4096, hardware=HARDWARE) as run:
 
         @contextlib.contextmanager
         def step(kind: str | None = None) -> Iterator[None]:
