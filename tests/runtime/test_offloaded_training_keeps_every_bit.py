@@ -10,6 +10,7 @@ import torch
 import penstock
 from tests.support.families import FAMILIES
 from tests.support.runs import (
+    HARDWARE,
     Program,
     budgets,
     differences,
@@ -64,7 +65,9 @@ def test_generous_budgets_move_nothing_of_a_model_that_is_there_already(tmp_path
     torch.manual_seed(7)
     model = family.make()
     optimizer = torch.optim.AdamW(model.parameters())
-    with penstock.offload(model, optimizer, device_budget="1GiB", spill_dir=tmp_path) as run:
+    with penstock.offload(
+        model, optimizer, device_budget="1GiB", spill_dir=tmp_path, hardware=HARDWARE
+    ) as run:
         for number in range(4):
             with run.step():
                 family.loss(model, number).backward()
