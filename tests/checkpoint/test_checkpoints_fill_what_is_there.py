@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -139,6 +140,21 @@ def test_a_wrapped_model_and_a_bare_one_fill_each_other(wrapped: str, writer: An
     for into in (larger, nn.DataParallel(larger)):
         with pytest.raises(penstock.InvalidArgument, match="missing in the file: model"):
             checkpoint.load(tmp_path / "state", into={"model": into})
+
+
+def test_a_file_with_one_name_of_tied_weights_fills_both(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        model = nn.ModuleDict({"words": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+        model["head"].weight = model["words"].weight
+        return model
+
+    model, other = tied(), tied()
+    safetensors.torch.save_model(model, str(tmp_path / "weights.safetensors"))
+    checkpoint.load(tmp_path / "weights.safetensors", into=other)
+    assert torch.equal(other["words"].weight, model["words"].weight)
+    other["head"].weight = nn.Parameter(torch.zeros(5, 3))
+    with pytest.raises(penstock.InvalidArgument, match=r"missing in the file: \w+\.weight"):
+        checkpoint.load(tmp_path / "weights.safetensors", into=other)
 
 
 def test_the_extra_state_of_a_module_is_set(tmp_path: Path) -> None:

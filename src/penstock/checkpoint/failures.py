@@ -44,7 +44,9 @@ def cannot_write(
     remedy = {
         errno.ENOENT: f"Create the directory {path.parent} first.",
         errno.EISDIR: "It is a directory: give the path of a file.",
-        errno.ENOTDIR: f"{path.parent} is not a directory: give a path in one.",
+        **dict.fromkeys(
+            (errno.ENOTDIR, errno.EEXIST), f"{path.parent} is not a directory: give a path in one."
+        ),
         errno.EINVAL: "Give the path of a regular file, or one where nothing is yet.",
         **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), permission),
         errno.ENOMEM: "Free memory, or save with wait=True, which copies nothing as a whole.",

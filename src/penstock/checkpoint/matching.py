@@ -34,7 +34,7 @@ class Match:
 
     def __init__(self, saved: Any, into: Any) -> None:
         self.pairs: list[Pair] = []
-        self._missing: list[str] = []
+        self._missing: list[tuple[str, torch.Tensor]] = []
         self._unexpected: list[str] = []
         self._different: list[str] = []
         self._states: dict[int, Any] = {}  # of modules and optimizers
@@ -46,7 +46,7 @@ class Match:
     @property
     def problems(self) -> list[str]:
         kinds = {
-            "missing in the file": self._missing,
+            "missing in the file": self._missing_names(),
             "not expected": self._unexpected,
             "different": self._different,
         }
@@ -93,8 +93,17 @@ class Match:
             for index, both in enumerate(zip_longest(saved, into, fillvalue=_NOTHING)):
                 self._compare(below(path, index), *both)
         else:
-            self._missing.extend(name or "the tensor" for name, _ in named_tensors(into, path))
+            self._missing.extend(named_tensors(into, path))
             self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
+
+    def _missing_names(self) -> list[str]:
+        """But those of tied tensors, which other writers of safetensors files save under one name."""
+        filled = [pair.target for pair in self.pairs]
+        return [
+            name or "the tensor"
+            for name, tensor in self._missing
+            if type(tensor) not in _PLAIN or not any(map(tensor.is_set_to, filled))
+        ]
 
     def _prepare_optimizer(self, path: str, saved: Any, state: dict[str, Any]) -> None:
         """Make new tensors in an optimizer's state where it has none yet."""
