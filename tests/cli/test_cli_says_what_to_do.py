@@ -41,6 +41,13 @@ def nothing_to_do():
     model, optimizer, _, loss = build()
     return model, optimizer, [], loss
 
+def no_gradient():
+    model, optimizer, batches, loss = build()
+    return model, optimizer, batches, lambda model, batch: loss(model, batch).detach()
+
+def sized(width):
+    return build()
+
 number = 3
 """
 
@@ -78,6 +85,8 @@ RUN = ("run", "model.py:build", "--hardware", "given.json", "--device-budget")
         (("trace", "model.py:pair"), "returned a tuple of 2: return (model, optimizer, batches, loss)"),
         (("trace", "model.py:swapped"), "model is a AdamW, not a torch.nn.Module"),
         (("trace", "model.py:no_scalar"), "let it return a scalar tensor"),
+        (("trace", "model.py:no_gradient"), "returned a tensor without a gradient"),
+        (("trace", "model.py:sized"), "sized() in model.py is called without arguments: missing"),
         (("trace", "model.py:nothing_to_do"), "batches is empty"),
         (("plan", "model.py:build", *PLAN, "--micro-batch", "513"), "larger than the batch, which has 512"),
         (("plan", "trace.json.gz", *PLAN, "--micro-batch", "8"), "write SCRIPT.py:build"),
@@ -258,10 +267,20 @@ def test_an_illegal_plan_is_not_simulated(traced: None, capsys: pytest.CaptureFi
     assert not Path("timeline.json.gz").exists()
 
 
-def test_the_scripts_own_errors_keep_their_traceback(folder: Path) -> None:
-    (folder / "broken.py").write_text("def build():\n    raise FileNotFoundError(2, 'gone', 'data.bin')\n")
-    with pytest.raises(FileNotFoundError, match="gone"):
-        cli.main(["trace", "broken.py:build"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build():\n    raise FileNotFoundError(2, 'gone', 'data.bin')\n", "[Errno 2] gone: 'data.bin'"),
+        ("def build(: pass\n", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_the_scripts_own_errors_keep_its_part_of_their_traceback(
+    text: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.py").write_text(text)
+    assert cli.main(["trace", "broken.py:build"]) == 1
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count('File "') == 1 and "broken.py" in shown
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "plotly"])

@@ -79,8 +79,8 @@ def best_batch(
             raise
         except (ValueError, RuntimeError) as error:  # such as batch normalization of a single value
             raise InvalidArgument(
-                f"the step of a batch of {samples} cannot be traced: {error}. Where a batch has to have more "
-                "samples, say so with `least`"
+                f"the step of a batch of {samples} cannot be traced: {str(error).rstrip('.')}. "
+                "Where a batch has to have more samples, say so with `least`"
             ) from error
 
     def plan_of(trace: Trace) -> Plan:

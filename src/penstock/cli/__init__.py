@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        if not output.show_script_error(error):
+            raise
+        return ERROR
     if answer.exit_code == INTERRUPTED:
         print("penstock: interrupted", file=sys.stderr)
     return answer.exit_code

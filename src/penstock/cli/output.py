@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Value = TypeVar("Value")
+
+SCRIPT = "penstock_script_"  # begins the names of the modules of users' scripts
 
 # How Python keeps bytes that are no text in the locale's encoding.
 _UNDECODED = re.compile("[\udc80-\udcff]+")
@@ -95,6 +98,18 @@ def show_error(error: PenstockError, *, as_json: bool) -> None:
     if as_json:
         minimum = {"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetTooSmall) else {}
         _print_json({"error": str(error), **minimum})
+
+
+def show_script_error(error: Exception) -> bool:
+    """Print the traceback of an error in the user's script, from the script's first frame on. Returns whether
+    it is one."""
+    frames = error.__traceback__
+    while frames is not None and not str(frames.tb_frame.f_globals.get("__name__")).startswith(SCRIPT):
+        frames = frames.tb_next
+    if frames is None and not isinstance(error, SyntaxError):
+        return False
+    traceback.print_exception(type(error), error, frames)
+    return True
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import logging
 import os
@@ -24,7 +25,7 @@ import msgspec
 import torch
 
 import penstock
-from penstock.cli.output import DONE, INTERRUPTED, Answer, steps_progress, user_file_errors, writing
+from penstock.cli.output import DONE, INTERRUPTED, SCRIPT, Answer, steps_progress, user_file_errors, writing
 from penstock.core.hardware import Hardware
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
@@ -88,6 +89,11 @@ class ScriptTraining(NamedTuple):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise InvalidArgument(f"loss(model, batch) returned {what}: let it return a scalar tensor")
+        if not loss.requires_grad:
+            raise InvalidArgument(
+                "loss(model, batch) returned a tensor without a gradient: compute it from weights that "
+                "train, outside of torch.no_grad() and without .detach()"
+            )
         return loss
 
 
@@ -99,7 +105,7 @@ def load_script(script: str) -> Callable[[], ScriptTraining]:
     path = Path(file)
     if not path.is_file():
         raise InvalidArgument(f"there is no script {file}: give the path of a Python file, then :{name}")
-    name_of_module = f"penstock_script_{path.stem}"  # its own name could hide a module of the same name
+    name_of_module = f"{SCRIPT}{path.stem}"  # its own name could hide a module of the same name
     spec = importlib.util.spec_from_file_location(name_of_module, path)
     if spec is None or spec.loader is None:
         raise InvalidArgument(f"{file} is not a Python file: its name has to end in .py")
@@ -110,6 +116,10 @@ def load_script(script: str) -> Callable[[], ScriptTraining]:
     build = getattr(module, name, None)
     if not callable(build):
         raise InvalidArgument(f"{file} has no function {name}: define {name}() that returns ({WANTED})")
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise InvalidArgument(f"{name}() in {file} is called without arguments: {error}") from error
     return lambda: _checked(build(), f"{name}() in {file}")
 
 
