@@ -153,7 +153,10 @@ def order_of(
     """The order of a share. ``firsts``, ``slots``: of "chunk"; ``kept``: as above. Raises InvalidArgument."""
     after: Any = [(each.replicas, each.slots, list(each.taken)) for each in share.after]
     try:
-        seed, epoch, replica, replicas, skip = map(operator.index, (*share[:2], *share[3:]))
+        numbers = [operator.index(number) for number in (*share[:2], *share[3:])]
+        if not all(0 <= number < 1 << 64 for number in numbers):
+            raise ValueError("give numbers from 0, below 2**64")
+        seed, epoch, replica, replicas, skip = numbers
         bounds = np.empty(0, np.uint64) if firsts is None else firsts
         order = _native.SampleOrder(kind, samples, bounds, seed, epoch, replicas, replica, slots, after, kept)
         order.skip(skip)
