@@ -75,6 +75,7 @@ class Collectives:
     """The collectives in flight. The engine's lock is held.
 
     allowed_bytes   most that they may hold on the device when memory is short; beyond it `after_launch` waits
+    launched        whether this step has launched one
     """
 
     def __init__(self, device: Device, budget_bytes: int, kernels: KernelClock) -> None:
@@ -83,6 +84,7 @@ class Collectives:
         self._flights: list[_InFlight] = []
         self._held: list[ManagedStorage] = []  # for the one that is being launched
         self.allowed_bytes = 0
+        self.launched = False
 
     def follow(self, planned_bytes: int) -> None:
         """A plan that uses ``planned_bytes`` of the budget is in force; 0: none is."""
@@ -118,6 +120,7 @@ class Collectives:
         used, written   storages of its arguments
         made            of its results. What it allocated is held already
         """
+        self.launched = True
         used = list(dict.fromkeys(used))
         fresh = [managed for managed in made if managed not in used]
         flight = _InFlight(used + fresh, written or fresh, _work_of(result))

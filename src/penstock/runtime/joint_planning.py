@@ -6,13 +6,18 @@ the wait for the other ranks: only the rank that came last shows how long the co
 
 The ranks exchange their traces through the process group's store. The first of those that ran the same
 kernels leads: it plans for the slowest of them, and the others follow its plan.
+
+Which ranks plan for a step depends on each one's earlier steps. So each says when a step with collectives is
+over, whether it plans for it or not, and none waits for a trace that does not come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -118,12 +123,16 @@ def _slowest_machine(machines: Sequence[Hardware]) -> Hardware:
 class JointStep:
     """A step that several ranks have recorded, and plan together.
 
-    leads   whether this rank makes the plans, which the others follow
+    leads             whether this rank makes the plans, which the others follow
+    recordings_left   steps that these ranks are still to record: as many as any of them wants
     """
 
-    def __init__(self, store: Any, key: str, step: str, trace: Trace, recorded: list[str]) -> None:
+    def __init__(
+        self, store: Any, key: str, step: str, trace: Trace, recorded: list[str], recordings_left: int
+    ) -> None:
         self._store, self._key, self._step, self._trace = store, key, step, trace
         self._recorded = recorded  # keys of what each rank recorded, where this one leads
+        self.recordings_left = recordings_left
         self.leads = bool(recorded)
         self._announced = 0
 
@@ -139,7 +148,7 @@ class JointStep:
                 self._trace = _joint_trace(self._trace, every)
                 hardware = _slowest_machine([recorded.hardware for recorded in every])
                 plan = make(self._trace, hardware)
-            except PenstockError as error:
+            except Exception as error:
                 self._store.set(self._key, files.encoded(JointPlan(self._step, error=str(error))))
                 raise
             return self._publish(self._key, self._trace, hardware, plan)
@@ -184,9 +193,10 @@ class JointStep:
 
 
 class JointPlanning:
-    """The ranks of a run that plan together; each records the same steps in the same order.
+    """The ranks of a run that plan together.
 
     options   what must be equal on all ranks besides the trace: budget, policy, what plans may do
+    steps     that ran collectives, and thus on all ranks
     """
 
     def __init__(self, store: Any, options: str) -> None:
@@ -194,14 +204,33 @@ class JointPlanning:
         self._options = options
         self._store = store
         self._key = f"penstock/plans/{restart_id()}/{next(_runs)}"
-        self._rounds = itertools.count()
-        self._is_over = False
+        self.steps = self._said = 0
+        self._is_over = self._differed = False
 
-    def join(self, trace: Trace, hardware: Hardware) -> JointStep | None:
-        """Find the ranks that recorded the same step. None: this rank plans for itself."""
+    def end_step(self) -> None:
+        """Tell the others that this rank has recorded all that it plans for in the steps so far."""
+        if self._said < self.steps and not self._is_over:
+            self._say(self.steps)
+
+    def close(self) -> None:
+        """This rank plans no more with the others."""
+        if not self._is_over:
+            self._is_over = True
+            self._say(sys.maxsize)
+
+    def _say(self, steps: int) -> None:
+        self._said = steps
+        with contextlib.suppress(RuntimeError):  # its server has ended, and with it all who could ask
+            self._store.set(f"{self._key}/ended/{self._rank}", str(steps))
+
+    def join(self, trace: Trace, hardware: Hardware, recordings_left: int) -> JointStep | None:
+        """Find the ranks that recorded the same step. None: this rank plans for itself.
+
+        recordings_left   steps like this one that this rank is still to record
+        """
         if self._is_over or not collective_kernels(trace).any():
             return None
-        key = f"{self._key}/{next(self._rounds)}"
+        key = f"{self._key}/{self.steps}"
         step = self._digest(trace)
         recorded = _Recorded(
             trace.kernel_time_s,
@@ -212,20 +241,47 @@ class JointPlanning:
             trace.tensor_movable,
             hardware,
         )
-        ranks = range(self._ranks)
         try:
             self._store.set(f"{key}/recorded/{self._rank}", files.encoded(recorded))
-            self._store.set(f"{key}/step/{self._rank}", step)
-            steps = [f"{key}/step/{rank}" for rank in ranks]
-            if not wait_until(lambda: self._store.check(steps), WAIT_S):
-                self._end(f"not all of {self._ranks} recorded a step within {WAIT_S:.0f} s")
+            self._store.set(f"{key}/step/{self._rank}", f"{step} {recordings_left}")
+            self.end_step()
+            if not wait_until(self._all_have_ended, WAIT_S):
+                self._store.delete_key(f"{key}/step/{self._rank}")  # who comes later need not wait for a plan
+                self._end(f"not all of {self._ranks} ended the step within {WAIT_S:.0f} s")
                 return None
-            alike = [rank for rank in ranks if self._store.get(steps[rank]).decode() == step]
+            steps = {rank: f"{key}/step/{rank}" for rank in range(self._ranks)}
+            said = {
+                rank: self._store.get(step_key).decode().split()
+                for rank, step_key in steps.items()
+                if self._store.check([step_key])
+            }
         except RuntimeError as error:  # of the store
             self._end(str(error))
             return None
-        keys = [f"{key}/recorded/{rank}" for rank in alike] if alike[0] == self._rank else []
-        return JointStep(self._store, f"{key}/plan/{step}", step, trace, keys)
+        alike = {rank: int(left) for rank, (other, left) in said.items() if other == step}
+        if len(alike) < self._ranks and not self._differed:
+            self._differed = True
+            logger.info(
+                "this rank plans for a step with %d of %d others: %d ran other operators, and %d had nothing "
+                "to plan",
+                len(alike) - 1,
+                self._ranks - 1,
+                len(said) - len(alike),
+                self._ranks - len(said),
+            )
+        if len(alike) == 1:
+            return None
+        keys = [f"{key}/recorded/{rank}" for rank in alike] if min(alike) == self._rank else []
+        return JointStep(
+            self._store, f"{key}/plan/{step}", step, trace, keys, recordings_left=max(alike.values())
+        )
+
+    def _all_have_ended(self) -> bool:
+        """Whether all ranks have ended this step."""
+        keys = [f"{self._key}/ended/{rank}" for rank in range(self._ranks)]
+        return self._store.check(keys) and all(
+            int(ended) >= self.steps for ended in self._store.multi_get(keys)
+        )
 
     def _digest(self, trace: Trace) -> str:
         """Hash of what must be equal on all ranks for one plan to fit them."""
@@ -242,7 +298,7 @@ class JointPlanning:
         return found.hexdigest()
 
     def _end(self, why: str) -> None:
-        self._is_over = True
+        self.close()
         logger.warning("this rank plans for itself, not together with the others: %s", why)
 
 

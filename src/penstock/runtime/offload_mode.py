@@ -204,6 +204,7 @@ class OffloadMode(OperatorMode):
             self._access.let_addresses_go()
             self._kernels.begin_step(first)
             self._collectives.follow(first.budget_bytes if first is not None else 0)
+            self._collectives.launched = False
             if first is not None:
                 for tensor, tier in first.away_at_start:
                     if (managed := self._tensor(tensor)) is not None:
@@ -222,13 +223,14 @@ class OffloadMode(OperatorMode):
             and self.storages.all_resident()
         )
         if self.rests:
+            self._collectives.launched = schedule.has_collectives
             self.__exit__(None, None, None)
 
     def _is_innermost(self) -> bool:
         return self._kernels.entered and _python_dispatch._get_current_dispatch_mode() is self
 
-    def end_step(self) -> None:
-        """The step is over: what lasts keeps its number for the next one."""
+    def end_step(self) -> bool:
+        """The step is over: what lasts keeps its number for the next one. Whether it had collectives."""
         with self._interrupts, self._lock:
             if self.rests:
                 self.__enter__()
@@ -247,6 +249,8 @@ class OffloadMode(OperatorMode):
                 }
             self.rests = False
             self._recorder.end_step()
+            launched, self._collectives.launched = self._collectives.launched, False
+            return launched
 
     def renumber(self, numbers: Sequence[int]) -> None:
         """The next step touches what lasts in another order: first the tensor that was ``numbers[0]``."""

@@ -27,14 +27,15 @@ NEAR_BOUND = 1.01
 DRIFTED = "rates or kernel times have drifted"
 SEARCHED = "a longer search has found a better plan"
 
-# Ranks follow a new plan this many steps after it was announced: by then all of them have read it.
+# Ranks follow a new plan this many common steps after it was announced: by then all of them have read it.
 STEPS_AHEAD = 2
 
 logger = logging.getLogger("penstock")
 
 
 class NewPlan(NamedTuple):
-    """A kind of step, the same kind with a new plan, the step that is first to follow it, and why."""
+    """A kind of step, the same kind with a new plan, how many steps all ranks have run when it is first
+    followed, and why."""
 
     before: StepKind
     after: StepKind
@@ -48,7 +49,6 @@ class Replanning:
     def __init__(self, planner: StepPlanner) -> None:
         self._planner = planner
         self._thread: _Planning | None = None
-        self._steps = 0  # that have begun
         self._ready: list[NewPlan] = []
 
     def add_step(self, kind: StepKind, step: MeasuredStep, step_s: float) -> None:
@@ -94,24 +94,24 @@ class Replanning:
         except RuntimeError as error:  # the system gives no thread
             self._thread.error = error
 
-    def begin_step(self, kinds: Sequence[StepKind]) -> list[NewPlan]:
+    def begin_step(self, kinds: Sequence[StepKind], common_steps: int) -> list[NewPlan]:
         """The plans that come into force with this step, made here or by another rank. Called between two
         steps.
 
-        kinds   all known kinds of step
+        kinds          all known kinds of step
+        common_steps   that all ranks have run
         """
-        self._steps += 1
         if self._thread is not None and not self._thread.is_alive():
             planned, self._thread = self._thread, None
-            self._take(planned, planned.kind in kinds)
+            self._take(planned, planned.kind in kinds, common_steps)
         for kind in kinds:
             if kind.joint is not None and not kind.joint.leads:
                 self._ask_leader(kind)
-        due = [plan for plan in self._ready if plan.at_step <= self._steps]
-        self._ready = [plan for plan in self._ready if plan.at_step > self._steps]
+        due = [plan for plan in self._ready if plan.at_step <= common_steps]
+        self._ready = [plan for plan in self._ready if plan.at_step > common_steps]
         return due
 
-    def _take(self, planned: _Planning, is_known: bool) -> None:
+    def _take(self, planned: _Planning, is_known: bool, at_step: int) -> None:
         """Take the result of a planning thread."""
         kind, made = planned.kind, planned.made
         kind.steps, kind.least_steps, kind.drift = 0, min(2 * kind.least_steps, MOST_STEPS), None
@@ -122,7 +122,6 @@ class Replanning:
             made.searched = True
             if made.keeps_plan:
                 return
-        at_step = self._steps
         if made.joint is not None and is_known:
             assert made.plan is not None
             at_step += STEPS_AHEAD

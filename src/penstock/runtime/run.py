@@ -135,7 +135,10 @@ class Offload(Closing):
         if self._in_step:
             raise InvalidArgument("a step is already open: close it before the next begins")
         with failures.shared(), self._device.profiler_range(f"penstock step {kind or ''}".rstrip()):
-            yield from self._step(kind)
+            try:
+                yield from self._step(kind)
+            finally:
+                self._kinds.end_step()
 
     def _step(self, kind: str | None) -> Iterator[None]:
         self._kinds.begin_step()
@@ -164,7 +167,7 @@ class Offload(Closing):
             with self._interrupts:
                 step_s = time.perf_counter() - begun_s
                 followed = self._clock.followed
-                self._clock.end_step()
+                self._kinds.step_ran(self._clock.end_step())
                 self._in_step = False
             self._warn_of_failed_prefetches()
         self._time_last_step()
@@ -468,7 +471,7 @@ class Offload(Closing):
         finally:
             if not self._sees_operators:
                 self._interrupts.remove()
-            self._kinds.replanning.close()
+            self._kinds.close()
 
     @property
     def _sees_operators(self) -> bool:

@@ -17,6 +17,7 @@ from penstock.core.columns import IntArray, Lists
 from penstock.core.memory_profile import kernels_as_run, leaves_for_good
 from penstock.core.plan import Plan
 from penstock.core.trace import Trace
+from penstock.runtime.collectives import collective_kernels
 from penstock.runtime.storages import NEVER
 
 # Smaller ones need no memory in one piece: allocators have segments of their own for them.
@@ -91,6 +92,7 @@ class Schedule:
     persistent      [T] the tensor is there again in the next iteration
     tensor_bytes    [T] sizes in the trace
     is_still        it is planned, and nothing moves
+    has_collectives some kernels are collectives
     budget_bytes    of the device, that it keeps to; 0 where nothing is planned
     variants        [K] names of what kernels run as, "" as traced; empty where all do
     """
@@ -106,6 +108,7 @@ class Schedule:
     persistent: tuple[bool, ...]
     tensor_bytes: tuple[int, ...]
     is_still: bool = False
+    has_collectives: bool = False
     variants: tuple[str, ...] = ()
     budget_bytes: int = 0
 
@@ -178,6 +181,7 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
     return replace(
         made,
         is_still=is_still,
+        has_collectives=bool(collective_kernels(trace).any()),
         begins_s=tuple(longer * begin_s for begin_s in made.begins_s),
         variants=variants if any(variants) else (),
         budget_bytes=plan.device_budget_bytes,

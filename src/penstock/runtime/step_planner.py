@@ -150,14 +150,17 @@ class StepPlanner:
         self.minimum_bytes = max(self.minimum_bytes, self._device.least_budget(trace))
         trace = fastest(None if before is None else before.trace, trace)
         left = RECORDINGS if before is None else before.recordings_left
+        joint = None if self._ranks is None else self._ranks.join(trace, hardware, left)
+        if joint is not None:
+            left = joint.recordings_left
         try:
-            # Ranks plan together each time: whether all could keep theirs none knows.
-            if before is not None and before.plan is not None and left > 1 and self._ranks is None:
+            # Ranks that have recorded it all plan together: whether each could keep its plan none knows.
+            if joint is None and before and before.plan is not None and (left > 1 or before.joint):
                 with contextlib.suppress(InvalidPlan):
                     kept = self._checked(trace, before.plan, before.hardware)
                     return replace(kept, recordings_left=left, joint=before.joint)
             limit_s = planning_s(trace) / (1 if left <= 1 else 2)
-            kind = self._made_together(trace, hardware, limit_s)
+            kind = self._made(trace, hardware, limit_s, joint)
             kind.recordings_left = left
             self.refusal = ""
         except PenstockError as error:
@@ -206,9 +209,8 @@ class StepPlanner:
             return None
         return self._agreed(kind.trace, agreed, kind.joint), agreed.at_step
 
-    def _made_together(self, trace: Trace, hardware: Hardware, limit_s: float) -> StepKind:
-        """With the plan of all ranks that run this step. Raises PenstockError."""
-        joint = None if self._ranks is None else self._ranks.join(trace, hardware)
+    def _made(self, trace: Trace, hardware: Hardware, limit_s: float, joint: JointStep | None) -> StepKind:
+        """With a plan of this rank, or of all that recorded this step. Raises PenstockError."""
         if joint is not None:
             agreed = joint.agree(partial(self._plan, time_limit_s=limit_s), limit_s + WAIT_S)
             if agreed is not None:

@@ -56,7 +56,7 @@ class StepKinds:
         device: Device,
         measures: bool,
     ) -> None:
-        self._measures = measures
+        self._measures, self._ranks = measures, ranks
         self.planner = StepPlanner(planning, ranks, device)
         self.replanning = Replanning(self.planner)
         self.planning = planning
@@ -83,7 +83,7 @@ class StepKinds:
     def begin_step(self) -> None:
         """Follow plans that were made again meanwhile."""
         kinds = [kind for known in self._known.values() for kind in known]
-        for new in self.replanning.begin_step(kinds):
+        for new in self.replanning.begin_step(kinds, 0 if self._ranks is None else self._ranks.steps):
             for name, known in self._known.items():
                 if new.before in known:  # else it was recorded again meanwhile, and planned
                     known[known.index(new.before)] = new.after
@@ -104,6 +104,21 @@ class StepKinds:
             self._latest[name] = new.after
         if self.plan is new.before.plan:
             self._follow(name, new.after)
+
+    def step_ran(self, has_collectives: bool) -> None:
+        """The operators of a step are over."""
+        if self._ranks is not None:
+            self._ranks.steps += has_collectives
+
+    def end_step(self) -> None:
+        """What there was to plan for a step is planned."""
+        if self._ranks is not None:
+            self._ranks.end_step()
+
+    def close(self) -> None:
+        self.replanning.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def schedules(self, name: str | None) -> list[Schedule]:
         """That a step of this name may follow, the likeliest first."""
