@@ -32,13 +32,19 @@ MORE_OPTIMIZERS = {
     "sgd, weight decay": lambda weights: torch.optim.SGD(weights, 1e-2, momentum=0.9, weight_decay=0.1),
     "sgd, nesterov": lambda weights: torch.optim.SGD(weights, 1e-2, momentum=0.9, nesterov=True),
     "sgd, fused": lambda weights: torch.optim.SGD(weights, 1e-2, momentum=0.9, fused=True),
+    "sgd, foreach": lambda weights: torch.optim.SGD(weights, 1e-2, momentum=0.9, foreach=True),
+    "sgd, all foreach": lambda weights: torch.optim.SGD(
+        weights, 1e-2, momentum=0.9, weight_decay=0.1, nesterov=True, foreach=True
+    ),
+    "asgd": lambda weights: torch.optim.ASGD(weights, 1e-2),
+    "asgd, foreach": lambda weights: torch.optim.ASGD(weights, 1e-2, foreach=True),
     "adam, amsgrad": lambda weights: torch.optim.Adam(weights, 1e-2, amsgrad=True),
     "adafactor, foreach": lambda weights: torch.optim.Adafactor(weights, 1e-2, foreach=True),
     "rmsprop": lambda weights: torch.optim.RMSprop(weights, 1e-2, momentum=0.9, centered=True),
     "nadam": lambda weights: torch.optim.NAdam(weights, 1e-2),
 }
-# It multiplies and adds to lists of tensors, once their copies are there.
-NOT_FORESEEN = {"sgd, foreach": lambda weights: torch.optim.SGD(weights, 1e-2, momentum=0.9, foreach=True)}
+# It copies the weights in the first step, and averages them from the second one on.
+NOT_FORESEEN = {"asgd, averaging": lambda weights: torch.optim.ASGD(weights, 1e-2, t0=-1)}
 ALL_OPTIMIZERS = OPTIMIZERS | MORE_OPTIMIZERS | NOT_FORESEEN
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.capture.phases import ACTIVATION, INPUT, OPTIMIZER, OPTIMIZER_STATE, WEIGHT, WORKSPACE
+from penstock.capture.phases import (
+    ACTIVATION,
+    GRADIENT,
+    INPUT,
+    OPTIMIZER,
+    OPTIMIZER_STATE,
+    WEIGHT,
+    WORKSPACE,
+)
+from penstock.capture.slices import slice_bounds
 from penstock.core.columns import IntArray, Lists, sum_over
 from penstock.core.trace import Trace, Variant
 from penstock.core.validate import harmless_producers
 
+_LISTS = "_foreach_"  # names of operators on lists of tensors begin so
 SMALLEST_MOVABLE_BYTES = 4096  # what is smaller is not worth a transfer
 
 
@@ -129,7 +140,7 @@ def make_trace(
 class Records(NamedTuple):
     """Of an iteration that has not run.
 
-    tensors   in the order in which kernels first touch them
+    tensors   that it has, in the order in which kernels first touch them
     numbers   [T] their positions among those of the iteration that it was derived from
     """
 
@@ -138,12 +149,15 @@ class Records(NamedTuple):
     numbers: list[int]
 
 
-def with_state_there(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRecord]) -> Records | None:
+def with_state_there(
+    kernels: Sequence[KernelRecord], tensors: Sequence[TensorRecord], device_type: str
+) -> Records | None:
     """The iteration that follows the one of these records, which has made the optimizer's state: there it is,
     and goes on. None where no state was made.
 
-    Kernels that only make state do not run again. What was made as a copy, as SGD's momentum is of the first
-    gradient, is multiplied and added to from then on. An optimizer may go on in another way.
+    Kernels that only make state do not run again. What was made as a copy of what the iteration computed, as
+    SGD's momentum is of the first gradient, is multiplied and added to from then on, in lists of tensors if
+    the next kernel works on these. An optimizer may go on in another way.
     """
     made = {
         index
@@ -152,19 +166,33 @@ def with_state_there(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRe
     }
     if not made:
         return None
+
+    def only_makes_state(index: int) -> bool:
+        born = [tensor in made and tensors[tensor].birth == index for tensor in kernels[index].outputs]
+        return kernels[index].phase == OPTIMIZER and bool(born) and all(born)
+
+    def goes_on(kernel: KernelRecord) -> bool:
+        source = tensors[kernel.inputs[0]] if kernel.name == "clone" else None
+        return source is not None and (not source.before or source.kind == GRADIENT)
+
     later: list[KernelRecord] = []
-    position = []  # among these, of each kernel
-    for index, kernel in enumerate(kernels):
+    position: list[int] = []  # among these, of each kernel
+    for is_made, group in groupby(range(len(kernels)), only_makes_state):
+        run = list(group)
+        if not is_made:
+            position += range(len(later), len(later) + len(run))
+            later += kernels[run[0] : run[-1] + 1]
+            continue
         position.append(len(later))
-        born = [tensor for tensor in kernel.outputs if tensor in made and tensors[tensor].birth == index]
-        if kernel.phase != OPTIMIZER or not born or len(born) < len(kernel.outputs):
-            later.append(kernel)
-        elif kernel.name == "clone":
-            multiplied = replace(kernel, name="mul_", inputs=kernel.outputs, variants=())
-            added = replace(multiplied, name="add_", inputs=(*kernel.outputs, *kernel.inputs))
-            later += [multiplied, added]
+        copies = list(filter(goes_on, (kernels[index] for index in run)))
+        in_lists = any(kernel.name.startswith(_LISTS) for kernel in kernels[run[-1] + 1 : run[-1] + 2])
+        for together in [copies] if copies and in_lists else [[copy] for copy in copies]:
+            later += _updates(together, _LISTS if in_lists else "", tensors, device_type)
+        position += [len(later)] * (len(run) - 1)
     position.append(len(later))
-    numbers = _by_first_touch(later, tensors)
+    touched = {index for kernel in later for index in (*kernel.inputs, *kernel.outputs)}
+    ordered = _by_first_touch(later, tensors)
+    numbers = [index for index in ordered if index in touched or tensors[index].death is None]
     number = {index: new for new, index in enumerate(numbers)}
     return Records(
         [
@@ -188,6 +216,24 @@ def with_state_there(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRe
         ],
         numbers,
     )
+
+
+def _updates(
+    copies: Sequence[KernelRecord], prefix: str, tensors: Sequence[TensorRecord], device_type: str
+) -> Iterator[KernelRecord]:
+    """Kernels that multiply the copies, and add to them what was copied."""
+    state, sources = [copy.outputs[0] for copy in copies], [copy.inputs[0] for copy in copies]
+    for name, lists in (("mul_", [state]), ("add_", [state, sources])):
+        sizes = [len(lists) * tensors[tensor].size_bytes for tensor in state]
+        for begin, end in slice_bounds(sizes, device_type):
+            yield replace(
+                copies[0],
+                name=prefix + name,
+                time_s=sum(copy.time_s for copy in copies[begin:end]),
+                inputs=tuple(tensor for entries in lists for tensor in entries[begin:end]),
+                outputs=tuple(state[begin:end]),
+                variants=(),
+            )
 
 
 def _by_first_touch(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRecord]) -> list[int]:

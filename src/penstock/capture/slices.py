@@ -75,7 +75,9 @@ def slices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     if not lists or any(len(value) != len(lists[0]) for value in values.values()):
         return None
     # What it returns is new, and as large as the first list, or smaller.
-    bounds = list(_bounds(lists + [lists[0]] * len(operator._schema.returns)))
+    made = [lists[0]] * len(operator._schema.returns)
+    sizes = [sum(map(_nbytes, tensors)) for tensors in zip(*lists, *made, strict=True)]
+    bounds = list(slice_bounds(sizes, lists[0][0].device.type))
     if len(bounds) == 1 or not _alike(lists):
         return None
     calls: list[Call] = []
@@ -104,12 +106,10 @@ def _value(argument: _Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return args[argument.position] if argument.position < len(args) else kwargs.get(argument.name)
 
 
-def _bounds(lists: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, int]]:
-    """Runs of elements, as large as a slice may be."""
-    sizes = list(map(sum, zip(*(map(_nbytes, tensors) for tensors in lists), strict=True)))
-    kind = lists[0][0].device.type
-    least_bytes = LEAST_BYTES.get(kind, ACCELERATOR_LEAST_BYTES)
-    most = min(max(*sizes, least_bytes), SLICE_BYTES if kind in _HOST else ACCELERATOR_SLICE_BYTES)
+def slice_bounds(sizes: Sequence[int], device_type: str) -> Iterator[tuple[int, int]]:
+    """Runs of elements of so many bytes in all lists, as large as a slice may be."""
+    least_bytes = LEAST_BYTES.get(device_type, ACCELERATOR_LEAST_BYTES)
+    most = min(max(*sizes, least_bytes), SLICE_BYTES if device_type in _HOST else ACCELERATOR_SLICE_BYTES)
     begin, total = 0, 0
     for index, size in enumerate(sizes):
         if index > begin and total + size > most:

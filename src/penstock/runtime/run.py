@@ -208,7 +208,7 @@ class Offload(Closing):
             return
         notes = {"device": str(self._device_name), "torch": str(torch.__version__), **self._splitter.notes}
         recording.take_times()
-        foreseen = with_state_there(recording.kernels, recording.tensors)
+        foreseen = with_state_there(recording.kernels, recording.tensors, self._device_name.type)
         if foreseen is not None and not self._kinds.schedules(kind):
             recording.kernels, recording.tensors, numbers = foreseen
             self._clock.renumber(numbers)
