@@ -64,7 +64,8 @@ than 5 % of the step.
 
 FINETUNE_HELP = """\
 MODEL_DIR has config.json, weights as safetensors files, and a tokenizer, as save_pretrained writes them and a
-hub has them; nothing is downloaded. The text is cut into sequences of --block-size tokens.
+hub has them; nothing is downloaded. The text is cut into sequences of --block-size tokens. Training is
+on the CPU.
 
 Interrupted or killed, the same command goes on from the latest checkpoint, with the same losses. At the end
 the model is in FOLDER/model, for from_pretrained.
