@@ -208,6 +208,15 @@ MUTANTS = [
         "            event = make_event() if copy.waits else None\n",
         "            event = make_event()\n",
         "moved_while_it_waits",
+        also=(("copy.waits = copy.managed.copy_pending = False", "copy.waits = False"),),
+    ),
+    Mutant(
+        "what comes from the disk is moved when its copy has begun",
+        QUEUES,
+        "            self._begin(entry[-1])\n",
+        "",
+        f"{SEGMENT}::test_what_waits_to_come_from_the_disk_moves",
+        fast=True,
     ),
     Mutant(
         "what the run gives back is used before it is there",
@@ -295,19 +304,6 @@ MUTANTS = [
         copy =""",
         "in_turns",
         fast=True,
-    ),
-    Mutant(
-        "events that a copy to the disk waits for are used again before it is issued",
-        COPIES,
-        """            self._events.free.extend(copy.ready)
-            done(error, moved)
-
-        move(""",
-        """            done(error, moved)
-
-        self._events.free.extend(copy.ready)
-        move(""",
-        "in_turns_to_disk",
     ),
     # Pins.
     Mutant(

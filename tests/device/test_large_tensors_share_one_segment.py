@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.runtime.devices import queues
 from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.room import AllocatorRoom
 from penstock.runtime.storages import AWAY, LEAVING, RESIDENT, ManagedStorage
+from penstock.storage.spill import SpillSpace
 from tests.device.test_training_on_a_device_keeps_every_bit import (
     TIERS,
     expected,
@@ -29,6 +31,7 @@ from tests.support.runs import ACCELERATED, EVERYTHING, Bits, Step, bits, differ
 
 DEVICE = wanted("emu")
 MIB = 1 << 20
+WAIT_S = 60.0
 WIDTHS = (640, 1536, 320, 2048, 800, 1280, 448, 1920, 640)
 Configure = Callable[..., None]
 
@@ -119,18 +122,22 @@ def test_nothing_is_refused_in_settled_steps(configure: Configure, seen: Seen, t
 
 
 @pytest.mark.parametrize(
-    ("order", "stream_bytes"),
-    in_turns(orders(DEVICE, "lazy", "stepped", "random", "newest"), [queues.STREAM_BYTES, 1]),
+    ("order", "tier_and_stream_bytes"),
+    in_turns(
+        orders(DEVICE, "lazy", "stepped", "random", "newest"),
+        [("host", 1), ("disk", queues.STREAM_BYTES)],
+    ),
 )
 def test_what_moves_keeps_its_bits(
     order: str,
-    stream_bytes: int,
+    tier_and_stream_bytes: tuple[str, int],
     configure: Configure,
     seen: Seen,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Places are cleared at random, too, and any tensors leave at any kernel."""
+    tier, stream_bytes = tier_and_stream_bytes
     monkeypatch.setattr(queues, "STREAM_BYTES", stream_bytes)
     rng, make_holes = random.Random(order), Compaction.make_holes
 
@@ -150,7 +157,7 @@ def test_what_moves_keeps_its_bits(
     plain = expected(PLAIN)
     configure(order=order, seed=3, host_delay_us=10)
     with scheduled_at_random(2):
-        assert differences(plain, inside(training, 96 * MIB, "host", tmp_path)[0]) == []
+        assert differences(plain, inside(training, 96 * MIB, tier, tmp_path)[0]) == []
     assert seen.opened > 0 and seen.moves > 0
 
 
@@ -297,6 +304,51 @@ def test_nothing_leaves_where_what_is_leaving_makes_the_room(
             assert compaction.make_holes(engine, [24 * MIB], may_leave=True)
         assert [each.state for each in managed] == [AWAY, RESIDENT, AWAY, RESIDENT]
         assert all((tensor == 1).all() for tensor in tensors)
+
+
+def test_what_waits_to_come_from_the_disk_moves(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five tensors of 12 MiB the first and the third are gone, the second and the fourth come back: what
+    comes later moves for 24 in one piece, what has begun to come does not."""
+    read, begun, goes_on = SpillSpace.read, threading.Event(), threading.Event()
+
+    def held(*args: Any, **options: Any) -> None:
+        begun.set()
+        assert goes_on.wait(WAIT_S)
+        read(*args, **options)
+
+    monkeypatch.setattr(SpillSpace, "read", held)
+    configure(order="stepped", seed=1)
+    with penstock.offload(
+        device=DEVICE,
+        device_budget=96 * MIB,
+        host_budget=TIERS["disk"],
+        spill_dir=tmp_path,
+        hardware=ACCELERATED,
+    ) as run:
+        compaction, engine, storages = run._device._compaction, run._engine, run._clock.storages
+        assert compaction.open(60 * MIB, torch.accelerator.current_stream())
+        tensors = [torch.full((3 * MIB,), float(number), device=DEVICE) for number in range(5)]
+        found = [storages.find(tensor.untyped_storage()) for tensor in tensors]
+        managed = [each for each in found if each is not None]
+        with engine.lock:
+            for each in managed[1::2]:
+                assert engine.leave_now(each)
+            for each in managed[1::2]:
+                engine.prefetch(each)
+        assert begun.wait(WAIT_S)
+        del tensors[2], tensors[0]
+        storages.remove_dead()
+        managed[4].pins += 1
+        with engine.lock:
+            has_moved = compaction.make_holes(engine, [24 * MIB], may_leave=False)
+            assert compaction._segment is not None
+            moves_begun = compaction._move(compaction._segment, managed[1])
+        managed[4].pins -= 1
+        goes_on.set()
+        assert has_moved and not moves_begun
+        assert [tensor.unique().tolist() for tensor in tensors] == [[1], [3], [4]]
 
 
 def test_a_kernel_has_a_large_block_where_it_leaves_most_room_for_another() -> None:

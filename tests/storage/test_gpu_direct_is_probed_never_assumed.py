@@ -369,7 +369,7 @@ class Runner:
         def done(error: PenstockError | None, moved: Sequence[Moved]) -> None:
             outcomes.append((error, moved))
 
-        move(Copy(managed, storage, block, [ready], done), DEMAND, self, done)
+        move(self, Copy(managed, storage, block, [ready], done), DEMAND, done)
         return outcomes
 
     def start(self, copy: Copy, priority: int, done: Done) -> None:

@@ -117,7 +117,7 @@ class CopyQueues:
         self._to_disk, self._from_disk = (
             CopyQueue(
                 f"penstock-disk-{name}",
-                functools.partial(self._move_disk, move, staged),
+                functools.partial(move, staged),
                 driver,
                 staged.wait_for_room,
             )
@@ -126,8 +126,8 @@ class CopyQueues:
                 ("in", self.paths.read, self._staged_in),
             )
         )
-        # By key: the copy of it as it is to or from the host, which kernels may wait for.
-        self._waitable: dict[int, tuple[StreamQueue, Copy]] = {}
+        # By key: the copy of it as it is, which kernels may wait for if it is to or from the host.
+        self._waitable: dict[int, tuple[CopyQueue | StreamQueue, Copy]] = {}
         self._waited_on: set[Any] = set()  # events of those that they wait for
         self._programs: set[int] = set()  # threads that have polled
         self._lock = threading.Lock()  # both, and how many copies use a block of the slab
@@ -164,10 +164,7 @@ class CopyQueues:
         kernels_may_wait   for it, on the device, if it is to or from the host
         """
         slot: AcceleratorSlot = managed.slot
-        if slot.tier != "host":
-            waiting = self._to_disk if out else self._from_disk
-            waiting.put(Copy(managed, content, slot.block, ready, done), priority)
-            return
+        queues = (self._from_host, self._to_host) if slot.tier == "host" else (self._from_disk, self._to_disk)
 
         def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
             with self._lock:
@@ -180,17 +177,18 @@ class CopyQueues:
             done(error, moved)
 
         copy = Copy(managed, content, slot.block, ready, over)
-        waitable = self._to_host if out else self._from_host, copy
+        waitable = queues[out], copy
         with self._lock:
             slot.copies += 1
+            managed.copy_pending = kernels_may_wait
             try:
                 waitable[0].put(copy, priority)
             except BaseException:
                 self._copy_over(slot)
+                managed.copy_pending = False
                 raise
             if kernels_may_wait:
                 self._waitable[managed.key] = waitable
-                managed.copy_pending = True
 
     def _copy_over(self, slot: AcceleratorSlot) -> None:
         slot.copies -= 1
@@ -200,14 +198,14 @@ class CopyQueues:
     def make_kernels_wait(self, managed: ManagedStorage) -> bool:
         """Make kernels wait for the storage's copy. False: there is no copy that they can wait for."""
         with self._lock:
-            waitable = self._waitable.pop(managed.key, None)
+            waitable = self._waitable.get(managed.key)
             if waitable is None:
                 return False
             waiting, copy = waitable
-            managed.copy_pending = False
             event = waiting.issue_now(copy)
-            if event is None:  # it failed, as `done` reports
+            if event is None:  # it is to or from the disk, or failed, as `done` reports
                 return False
+            del self._waitable[managed.key]
             self._waited_on.add(event)
             copy.storage = None  # memory freed from now on is freed behind the copy
             for stream in {*self.streams, managed.owner_stream}:
@@ -268,20 +266,6 @@ class CopyQueues:
             return begun, self._times.record(stream)
         finally:
             content.set_()  # else it kept the storage alive
-
-    def _move_disk(
-        self,
-        move: Callable[[Copy, int, Staging, Done], None],
-        staged: Staging,
-        copy: Copy,
-        priority: int,
-        done: Done,
-    ) -> None:
-        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            self._events.free.extend(copy.ready)
-            done(error, moved)
-
-        move(copy, priority, staged, over)
 
 
 def as_bytes(storage: torch.UntypedStorage | None) -> torch.Tensor:

@@ -51,15 +51,15 @@ class Paths:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
         return self._spill.allocate(size_bytes, on_disk=self._spill.gpu_direct_only)
 
-    def write(self, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
+    def write(self, bounce: Staging, copy: Copy, priority: int, done: Done) -> None:
         """Begin to copy the storage to the disk."""
-        self._move("write", copy, priority, bounce, done)
+        self._move("write", bounce, copy, priority, done)
 
-    def read(self, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
+    def read(self, bounce: Staging, copy: Copy, priority: int, done: Done) -> None:
         """Begin to copy the disk's bytes to the storage."""
-        self._move("read", copy, priority, bounce, done)
+        self._move("read", bounce, copy, priority, done)
 
-    def _move(self, kind: Kind, copy: Copy, priority: int, bounce: Staging, done: Done) -> None:
+    def _move(self, kind: Kind, bounce: Staging, copy: Copy, priority: int, done: Done) -> None:
         choice, size_bytes = self.choice, copy.size_bytes
         is_seen = copy.managed.persistent and not self._spill.gpu_direct_only  # a processor checksums it
         if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES or is_seen:

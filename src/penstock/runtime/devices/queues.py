@@ -57,7 +57,7 @@ class Copy:
                         can be reused once ``done`` is called
     begin, size_bytes   the part of the storage that is copied; by default all of it
     at_once             a thread waits for its end, whether the program polls or not
-    waits               it was not issued to a stream yet
+    waits               it has not begun, or was not issued to a stream yet
     begun, over         events at its begin and its end, once it was
     """
 
@@ -143,6 +143,19 @@ class _Queue:
         """It was added. The lock is held."""
         raise NotImplementedError
 
+    def add_wait(self, copy: Copy, make_event: Callable[[], Any]) -> bool:
+        """Make the copy wait for the event that ``make_event`` returns. False: it returns None, or the copy
+        has begun."""
+        with self._lock:
+            event = make_event() if copy.waits else None
+            if event is not None:
+                copy.ready.append(event)
+            return event is not None
+
+    def _begin(self, copy: Copy) -> None:
+        """From now on its storage may not move. The lock is held."""
+        copy.waits = copy.managed.copy_pending = False
+
     def close(self, timeout_s: float) -> None:
         """Serve what waits, then end the thread. Give up on a copy that hangs after ``timeout_s``."""
         with self._lock:
@@ -173,6 +186,9 @@ class CopyQueue(_Queue):
 
     def _on_put(self, copy: Copy) -> None:
         self._changed.notify()
+
+    def issue_now(self, copy: Copy) -> None:
+        """There is no event at its end: the host alone sees that."""
 
     def raise_priority(self, managed: ManagedStorage, priority: int) -> None:
         """Raise the priority of the storage's waiting copy, if there is one."""
@@ -205,7 +221,9 @@ class CopyQueue(_Queue):
                 return None
         self._wait_for_room()
         with self._lock:  # nobody else takes any
-            return heapq.heappop(self._waiting)
+            entry = heapq.heappop(self._waiting)
+            self._begin(entry[-1])
+            return entry
 
 
 class StreamQueue(_Queue):
@@ -280,15 +298,6 @@ class StreamQueue(_Queue):
             self._polled_s = -math.inf
             self._changed.notify()
 
-    def add_wait(self, copy: Copy, make_event: Callable[[], Any]) -> bool:
-        """Make the copy wait for the event that ``make_event`` returns. False: it returns None, or the copy
-        was issued already."""
-        with self._lock:
-            event = make_event() if copy.waits else None
-            if event is not None:
-                copy.ready.append(event)
-            return event is not None
-
     def _issue_some(self) -> None:
         # Some were issued already, by `issue_now`.
         while self._waiting and self._stream_bytes < STREAM_BYTES:
@@ -297,7 +306,7 @@ class StreamQueue(_Queue):
                 self._issue_copy(copy)
 
     def _issue_copy(self, copy: Copy) -> None:
-        copy.waits = False
+        self._begin(copy)
         refused = None
         try:
             # It may run on a thread of the program, whose dispatch modes must not see the copy: the clock
