@@ -145,6 +145,26 @@ def test_a_refused_demand_is_tried_again_when_as_much_has_left(monkeypatch: pyte
     assert wanted.state == RESIDENT and len(asked) == 2
 
 
+def test_the_first_of_two_begins_to_come_where_there_is_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(2 * PIECE, timeout_s=1.0)
+    wanted, leaving = [bench.away() for _ in range(2)], [bench.make() for _ in range(2)]
+    for managed in leaving:
+        bench.engine.evict(managed, release=True)
+    bench.device.finish(bench.device.pending[0])
+    copy_in, states = bench.device.copy_in, []
+
+    def begun(*copy: Any) -> None:
+        states.append(leaving[1].state)
+        copy_in(*copy)
+        bench.device.at_once = 1.0
+
+    monkeypatch.setattr(bench.device, "copy_in", begun)
+    with bench.engine.lock:
+        bench.engine.demand(wanted)
+    assert states == [LEAVING, AWAY]
+    assert [managed.state for managed in wanted] == [RESIDENT, RESIDENT]
+
+
 def test_what_is_packed_and_leaves_while_memory_is_found_for_it_comes_back_by_its_copy() -> None:
     bench = Bench(2 * PIECE, timeout_s=5.0)
     managed = bench.make()

@@ -501,11 +501,16 @@ class CopyEngine:
         for managed in wanted:
             if managed.state == COMING:
                 self._device.raise_priority(managed)
-        reserved_bytes = 0
-        # In a wait for room, what was compressed on the device may leave: then it takes more to come back.
-        while (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:
-            self.make_room(needed_bytes)
-            reserved_bytes = needed_bytes
+        for managed in wanted:  # each begins to come when there is room for it
+            reserved_bytes = 0
+            # In a wait for room, what was compressed on the device may leave: then more has to come back.
+            while managed.state == AWAY and (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:
+                self.make_room(needed_bytes, later_bytes=needed_bytes - self._missing_bytes([managed]))
+                reserved_bytes = needed_bytes
+            if managed.state == AWAY:
+                began_s = time.perf_counter()
+                self._start_demanded(managed)
+                self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
         began_s = time.perf_counter()
         while True:
             away = [managed for managed in wanted if managed.state == AWAY]
@@ -513,8 +518,8 @@ class CopyEngine:
                 self.raise_error()
                 for managed in away:
                     # In a wait for room, a prefetch of another of these may have begun.
-                    if managed.state == AWAY and not self._start_copy_in(managed, DEMAND):
-                        self.make_some_room(managed.size_bytes)
+                    if managed.state == AWAY:
+                        self._start_demanded(managed)
                 continue
             coming = [managed for managed in wanted if managed.state == COMING]
             if not coming:
@@ -522,6 +527,11 @@ class CopyEngine:
             if not all(self._make_kernels_wait(managed) for managed in coming):
                 self._wait()
         self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
+
+    def _start_demanded(self, managed: ManagedStorage) -> None:
+        """Or have it asked for again, when there is more room."""
+        if not self._start_copy_in(managed, DEMAND):
+            self.make_some_room(managed.size_bytes)
 
     def wait_until_unused(self, managed: ManagedStorage, needed: bool) -> None:
         """Wait until no copy uses the storage's memory, which is about to be freed.
@@ -613,25 +623,28 @@ class CopyEngine:
 
     # -- room ----------------------------------------------------------------------------------
 
-    def make_room(self, size_bytes: int, ahead_bytes: int = 0, *, expected: bool = False) -> None:
+    def make_room(
+        self, size_bytes: int, ahead_bytes: int = 0, *, later_bytes: int = 0, expected: bool = False
+    ) -> None:
         """Wait until ``size_bytes`` fit beside what is there; they are reserved until `end_kernel`.
 
         ahead_bytes   start to evict so many bytes more where room is short, without waiting for them
+        later_bytes   of ``size_bytes``, that it does not wait for
         expected      what a kernel took before, and may not take again: make what room there can be
 
         Raises BudgetTooSmall where nothing that could leave is left.
         """
-        if self._short_bytes(size_bytes) <= 0:
+        if self._short_bytes(size_bytes) <= later_bytes:
             return
         self._device.poll()
-        if self._short_bytes(size_bytes) <= 0:
+        if self._short_bytes(size_bytes) <= later_bytes:
             return
         began_s = time.perf_counter()
-        while (short_bytes := self._short_bytes(size_bytes)) > 0:
+        while (short_bytes := self._short_bytes(size_bytes)) > later_bytes:
             self.raise_error()
             if self.freeing_bytes < short_bytes:
                 self._evict_some(short_bytes + ahead_bytes)
-                if self._short_bytes(size_bytes) <= 0:
+                if self._short_bytes(size_bytes) <= later_bytes:
                     break
             if self.freeing_bytes or self._in.total() or self._out.total():
                 if not self.kernels_wait_for_one_that_leaves():
