@@ -97,7 +97,7 @@ def make_trace(
     state that the iteration made and left. A gradient made in the iteration is not: the next one makes
     its own.
     """
-    order = _by_first_touch(kernels, tensors)
+    order = list(dict.fromkeys([*_touched(kernels), *range(len(tensors))]))
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.arange(len(order))
     records = [tensors[index] for index in order]
@@ -190,9 +190,8 @@ def with_state_there(
             later += _updates(together, _LISTS if in_lists else "", tensors, device_type)
         position += [len(later)] * (len(run) - 1)
     position.append(len(later))
-    touched = {index for kernel in later for index in (*kernel.inputs, *kernel.outputs)}
-    ordered = _by_first_touch(later, tensors)
-    numbers = [index for index in ordered if index in touched or tensors[index].death is None]
+    lasting = (index for index, record in enumerate(tensors) if record.death is None)
+    numbers = list(dict.fromkeys([*_touched(later), *lasting]))
     number = {index: new for new, index in enumerate(numbers)}
     return Records(
         [
@@ -236,9 +235,9 @@ def _updates(
             )
 
 
-def _by_first_touch(kernels: Sequence[KernelRecord], tensors: Sequence[TensorRecord]) -> list[int]:
-    touched = (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
-    return list(dict.fromkeys([*touched, *range(len(tensors))]))
+def _touched(kernels: Iterable[KernelRecord]) -> Iterator[int]:
+    """The tensors of each kernel, in order."""
+    return (index for kernel in kernels for index in (*kernel.inputs, *kernel.outputs))
 
 
 def _kind(record: TensorRecord) -> int:
