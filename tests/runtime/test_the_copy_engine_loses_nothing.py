@@ -274,3 +274,17 @@ TestProgram = Program.TestCase
 TestProgram.settings = _SETTINGS
 TestFailingProgram = FailingProgram.TestCase
 TestFailingProgram.settings = _SETTINGS
+
+
+def test_what_was_coming_packed_has_room_where_it_is_expanded() -> None:
+    program = Program()
+    program.begin(seed=0, anywhere=False, at_once=0.0, host_slots=0)
+    for size in (4, 3):
+        program.make(size)
+    program.evict(1, None, release=True, packs=4)
+    program.drain()
+    program.make(4)
+    program.prefetch(1)
+    program.kernel([1], writes=0, takes=0)
+    program.the_budget_holds()
+    program.teardown()

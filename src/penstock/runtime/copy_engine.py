@@ -501,37 +501,30 @@ class CopyEngine:
         for managed in wanted:
             if managed.state == COMING:
                 self._device.raise_priority(managed)
-        for managed in wanted:  # each begins to come when there is room for it
-            reserved_bytes = 0
-            # In a wait for room, what was compressed on the device may leave: then more has to come back.
-            while managed.state == AWAY and (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:
-                self.make_room(needed_bytes, later_bytes=needed_bytes - self._missing_bytes([managed]))
-                reserved_bytes = needed_bytes
-            if managed.state == AWAY:
-                began_s = time.perf_counter()
-                self._start_demanded(managed)
-                self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
-        began_s = time.perf_counter()
-        while True:
-            away = [managed for managed in wanted if managed.state == AWAY]
-            if away:  # of those that were coming, one failed: the device says why, or it is asked again
-                self.raise_error()
-                for managed in away:
-                    # In a wait for room, a prefetch of another of these may have begun.
-                    if managed.state == AWAY:
-                        self._start_demanded(managed)
-                continue
+        while any(managed.state in (AWAY, COMING) for managed in wanted):
+            for managed in wanted:  # each begins to come when there is room for it
+                if managed.state == AWAY:
+                    self._start_demanded(managed, wanted)
+            began_s = time.perf_counter()
             coming = [managed for managed in wanted if managed.state == COMING]
-            if not coming:
-                break
-            if not all(self._make_kernels_wait(managed) for managed in coming):
+            if coming and not all(self._make_kernels_wait(managed) for managed in coming):
                 self._wait()
-        self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
+            self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
+            if any(managed.state == AWAY for managed in wanted):  # one is packed still, or its copy failed
+                self.raise_error()
 
-    def _start_demanded(self, managed: ManagedStorage) -> None:
+    def _start_demanded(self, managed: ManagedStorage, wanted: Sequence[ManagedStorage]) -> None:
         """Or have it asked for again, when there is more room."""
-        if not self._start_copy_in(managed, DEMAND):
-            self.make_some_room(managed.size_bytes)
+        reserved_bytes = 0
+        # In a wait for room, what was compressed on the device may leave: then more has to come back.
+        while managed.state == AWAY and (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:
+            self.make_room(needed_bytes, later_bytes=needed_bytes - self._missing_bytes([managed]))
+            reserved_bytes = needed_bytes
+        if managed.state == AWAY:  # else a prefetch of it began in that wait
+            began_s = time.perf_counter()
+            if not self._start_copy_in(managed, DEMAND):
+                self.make_some_room(managed.size_bytes)
+            self.waits.append(Wait("prefetch", began_s, time.perf_counter()))
 
     def wait_until_unused(self, managed: ManagedStorage, needed: bool) -> None:
         """Wait until no copy uses the storage's memory, which is about to be freed.
