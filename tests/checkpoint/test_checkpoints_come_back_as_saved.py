@@ -15,7 +15,7 @@ import torch
 
 import penstock
 from penstock import checkpoint
-from penstock.checkpoint.source import cached_share
+from penstock.storage.page_cache import cached_share
 from tests.support.families import iterate, small_gpt, weights
 from tests.support.states import STATES, bits, numbers, same, sharing, trained_gpt
 
@@ -66,7 +66,7 @@ def test_the_page_cache_is_asked_what_it_holds(
     has_cachestat: bool, size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_cachestat:
-        monkeypatch.setattr("penstock.checkpoint.source._ask_cachestat", lambda *_: None)
+        monkeypatch.setattr("penstock.storage.page_cache._ask_cachestat", lambda *_: None)
     (tmp_path / "file").write_bytes(bytes(size_bytes))
     with (tmp_path / "file").open("rb") as file:
         assert cached_share(file.fileno()) == 1.0

@@ -21,6 +21,7 @@ from penstock.samples.order import ORDERS, Mixing, cache_shape, expected_mixing
 from penstock.samples.places import StoreFile
 from penstock.samples.store import Store, mount
 from penstock.samples.verification import ENTRIES_AT_ONCE, Numbers
+from penstock.storage.page_cache import cached_share
 from penstock.units import parse_bytes
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -220,7 +221,6 @@ def _mixing(catalog: Catalog, caches: Sequence[int], batch: int) -> Iterator[Ord
     yield OrderMixing(order="full", cache_bytes=None, slots=None, mixing=mixing)
 
 
-PROBED_PAGES = 256
 READ_AT_ONCE = 256  # single reads between looks at the clock
 MIXING_BATCHES = 256
 SEED = 0
@@ -236,7 +236,8 @@ class Throughput:
                "read": Store.read in a random order; "bread, full" and "bread, chunk"
     samples    that were read after the first ones, of size_bytes in all, in time_s
     first_s    until the first samples were there: "bread, chunk" fills its cache before
-    cached     share of the store that was in the page cache before; None where that is unknown
+    cached     about the share of the store that was in the page cache before; None where it lies on
+               another machine
     mixing     of the batches' chunks against a full shuffle; None where there are no batches
     """
 
@@ -297,7 +298,7 @@ def bench(
         raise InvalidArgument(f"{seconds=} and {batch=} have to be more than 0")
     each_s = seconds / (2 + len(ORDERS))
     rows: list[Throughput] = []
-    with mount(path, "full", io=io) as store, _data_files(store) as files, _data_files(store) as probes:
+    with mount(path, "full", io=io) as store, _data_files(store) as files:
         if cold and any(directory.place.is_remote for directory in store.directories):
             raise InvalidArgument(
                 f"{os.fspath(path)} lies on another machine: no page cache is before it here"
@@ -308,7 +309,7 @@ def bench(
         def measure(way: str, begin: Callable[[], Read], mixing: float | None = None) -> None:
             if cold:
                 _drop(files)
-            cached = _cached(probes, SEED + 1 + len(rows))
+            cached = _cached(files)
             rows.append(replace(_timed(way, begin(), each_s), cached=cached, mixing=mixing))
 
         measure("single reads", lambda: _single_reads(store, files))
@@ -403,26 +404,11 @@ def _drop(files: Sequence[StoreFile]) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _cached(files: Sequence[StoreFile], seed: int) -> float | None:
-    """The share of random pages of the files that are in the page cache. Looking can bring them in."""
+def _cached(files: Sequence[StoreFile]) -> float | None:
+    """About the share of the files that is in the page cache."""
     descriptors = [file.target().buffered for file in files]
     if any(descriptor < 0 for descriptor in descriptors):  # on another machine
         return None
-    sizes = np.array([os.fstat(descriptor).st_size for descriptor in descriptors])
-    ends = np.cumsum(sizes)
-    if not len(sizes) or not ends[-1]:
-        return None
-    for descriptor in descriptors:  # nor more than them
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    page = bytearray(1)
-    there = 0
-    for position in np.random.default_rng(seed).integers(0, ends[-1], PROBED_PAGES).tolist():
-        file = int(np.searchsorted(ends, position, side="right"))
-        offset = position - int(ends[file] - sizes[file])
-        try:
-            there += os.preadv(descriptors[file], [page], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            pass
-        except OSError:  # not supported by this file system
-            return None
-    return there / PROBED_PAGES
+    sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
+    held = sum(size * cached_share(fd) for size, fd in zip(sizes, descriptors, strict=True))
+    return held / sum(sizes) if any(sizes) else None
