@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from penstock.core.memory_profile import minimum_bytes
 from penstock.core.plan import Plan
@@ -138,14 +139,8 @@ class _Search:
     """What is known of each size so far."""
 
     def __init__(self, trace_of: Callable[[int], Trace], plan_of: Callable[[Trace], Plan]) -> None:
-        self._trace_of, self._plan_of = trace_of, plan_of
-        self._traces: dict[int, Trace] = {}
+        self.trace, self._plan_of = cache(trace_of), plan_of
         self._planned: dict[int, BatchSize] = {}
-
-    def trace(self, samples: int) -> Trace:
-        if samples not in self._traces:
-            self._traces[samples] = self._trace_of(samples)
-        return self._traces[samples]
 
     def size(self, samples: int) -> BatchSize:
         trace = self.trace(samples)
