@@ -531,10 +531,15 @@ bool KernelClock::is_tensor(PyObject* object) const {
   return kind == types_.tensor.ptr() || kind == types_.parameter.ptr() || kind == types_.buffer.ptr();
 }
 
-// Not valid, with Python's error set, where the tensor has none.
+// Not valid where the tensor has none: it is sparse, or opaque.
 nb::object KernelClock::storage_of(PyObject* tensor) const {
   PyObject* arguments[] = {tensor};
-  return nb::steal(PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr));
+  nb::object storage = nb::steal(PyObject_Vectorcall(types_.untyped_storage.ptr(), arguments, 1, nullptr));
+  if (!storage.is_valid()) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw nb::python_error();  // NotImplementedError is one
+    PyErr_Clear();
+  }
+  return storage;
 }
 
 void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track which, nb::handle owner_stream) {
@@ -560,8 +565,6 @@ void KernelClock::collect(nb::handle clock, nb::handle value, Pins& found, Track
       track(storage.ptr(), object);
       return;
     }
-    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw nb::python_error();  // NotImplementedError is one
-    PyErr_Clear();  // it is sparse, or opaque
   } else if (is_atom(object)) {
     return;
   } else if (views_need_bytes && kind == types_.storage.ptr()) {  // set_ gives a tensor the storage's size
@@ -602,7 +605,7 @@ void KernelClock::divide_viewed(nb::handle clock, nb::handle args) {
   PyObject* viewed = PyTuple_GetItem(args.ptr(), 0);
   if (reinterpret_cast<PyObject*>(Py_TYPE(viewed)) != types_.parameter.ptr()) return;
   const nb::object storage = storage_of(viewed);
-  if (!storage.is_valid()) throw nb::python_error();
+  if (!storage.is_valid()) return;
   const auto* known = storages_.find(storage.ptr());
   if (known != nullptr ? !storages_.is_divisible(*known)
                        : nb::cast<std::int64_t>(storage.attr("nbytes")()) < storages_.divisible_bytes)
@@ -626,10 +629,7 @@ bool KernelClock::uses_parts(nb::handle args) const {
     PyObject* object = PyTuple_GetItem(args.ptr(), i);
     if (!is_tensor(object)) continue;
     const nb::object storage = storage_of(object);
-    if (!storage.is_valid()) {
-      PyErr_Clear();
-      continue;
-    }
+    if (!storage.is_valid()) continue;
     const auto* managed = storages_.find(storage.ptr());
     if (managed != nullptr && managed->is_part) return true;
   }

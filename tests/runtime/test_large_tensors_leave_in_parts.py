@@ -93,6 +93,26 @@ def test_optimizers_train_in_less_than_their_weight_and_its_state(name: str, tmp
     assert report.peak_bytes <= 2.2 * WEIGHT_BYTES
 
 
+def test_divided_weights_meet_sparse_tensors(tmp_path: Path) -> None:
+    def training(run: penstock.Offload | None) -> Bits:
+        torch.manual_seed(5)
+        model = nn.Embedding(ROWS, WIDTH, sparse=True)
+        mask = torch.eye(ROWS, WIDTH).to_sparse_csr()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: Bits = []
+        for number in range(4):
+            with step_of(run):
+                model(words(number)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found += bits([(model.weight.detach() * mask).values()])
+        return found + bits(model.parameters())
+
+    expected = training(None)
+    with offload(tmp_path, 1.5) as run:
+        assert training(run) == expected
+
+
 def test_whole_tensors_would_need_twice_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "DIVISIBLE_BYTES", 1 << 40)
     with offload(tmp_path, 2.2) as run, pytest.raises(penstock.BudgetTooSmall):

@@ -282,6 +282,38 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     check_same(trained(Words, loss, lambda p: torch.optim.SparseAdam(list(p), lr=1e-2)), tmp_path, 0.2)
 
 
+def test_sparse_weights(tmp_path: Path) -> None:
+    """One that learns, and one of a layout that has no optimizer."""
+
+    class Linked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            dense = torch.randn(64, 64) * (torch.rand(64, 64) < 0.2)
+            self.links = nn.Parameter(dense.to_sparse_coo())
+            self.rows = nn.Parameter(dense.to_sparse_csr(), requires_grad=False)
+            self.mix = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = torch.tanh(self.mix(torch.sparse.mm(self.links, x) + self.rows @ x))
+            return x
+
+    def program(step: Step) -> Bits:
+        model = Linked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: Bits = []
+        for number in range(STEPS):
+            with step():
+                loss = square_loss(model, number)
+                loss.backward()
+                found += bits([loss, model.links.grad, model.mix.weight.grad])
+                optimizer.step()
+                optimizer.zero_grad()
+        return found + bits([model.links, model.mix.weight])
+
+    check_same(program, tmp_path, 0.15)
+
+
 def test_complex_numbers_and_their_views(tmp_path: Path) -> None:
     class Spectral(nn.Module):
         def __init__(self) -> None:

@@ -219,7 +219,10 @@ def _whole_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
                 return []
             tensors += value
     whole = [tensor for tensor in tensors if not _is_scalar(tensor)]
-    if not whole or any(tensor.shape != whole[0].shape or not tensor.is_contiguous() for tensor in whole):
+    if not whole or any(
+        tensor.layout is not torch.strided or tensor.shape != whole[0].shape or not tensor.is_contiguous()
+        for tensor in whole
+    ):
         return []
     name = base_name(describe(operator).name)
     if name == "lerp" and len(whole) > 2:  # its weight chooses between two formulas
