@@ -219,7 +219,7 @@ nb::object KernelClock::dispatch(nb::handle clock, nb::handle torch_operator, nb
                                  nb::handle kwargs) {
   const WithoutCompiler guard(set_compiler_);
   auto& facts = know(clock, torch_operator);
-  if (!entered) return call(facts, args, kwargs);
+  if (!entered || makes_fakes(clock)) return call(facts, args, kwargs);
   if (!facts.is_kernel) {
     if (storages_.part_bytes != 0) divide_viewed(clock, args);
     return views_need_bytes ? view(clock, facts, args, kwargs) : call(facts, args, kwargs);
@@ -230,6 +230,11 @@ nb::object KernelClock::dispatch(nb::handle clock, nb::handle torch_operator, nb
   if (facts.takes_lists || (facts.is_elementwise && storages_.has_divided() && uses_parts(args)))
     return clock.attr("_run_parts")(torch_operator, args, kwargs);
   return run(clock, facts, args, kwargs);
+}
+
+// What happens in a fake mode is none of a run's business: nothing is read, written, or made.
+bool KernelClock::makes_fakes(nb::handle clock) const {
+  return nb::cast<std::int64_t>(types_.modes_below()) != 0 && nb::cast<bool>(clock.attr("_makes_fakes")());
 }
 
 // torch refuses a view of a storage that is empty.

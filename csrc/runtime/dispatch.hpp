@@ -28,6 +28,7 @@ struct Operator {
 // What torch gives to know tensors by.
 struct TorchTypes {
   nb::object tensor, parameter, buffer, storage, overload, untyped_storage;
+  nb::object modes_below;  // counts those that an operator goes to after the one that sees it
 };
 
 class KernelClock {
@@ -83,6 +84,7 @@ class KernelClock {
   void collect(nb::handle clock, nb::handle value, Pins& found, Track which = Track::kUsed,
                nb::handle owner_stream = {});
   void collect_all(nb::handle clock, nb::handle args, nb::handle kwargs, Pins& found);
+  bool makes_fakes(nb::handle clock) const;
   bool is_tensor(PyObject* object) const;
   nb::object storage_of(PyObject* tensor) const;
   void add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found);

@@ -198,16 +198,18 @@ void bind_runtime(nb::module_& module) {
           "__init__",
           [](KernelClock* clock, nb::object storages, nb::object memory, nb::object lock, nb::object prefetches,
              nb::object unpinned, nb::object tensor, nb::object parameter, nb::object buffer, nb::object storage,
-             nb::object overload, nb::object untyped_storage, nb::object set_compiler, nb::object current_stream) {
+             nb::object overload, nb::object untyped_storage, nb::object modes_below, nb::object set_compiler,
+             nb::object current_stream) {
             new (clock) KernelClock(std::move(storages), std::move(memory), std::move(lock), std::move(prefetches),
                                     std::move(unpinned),
                                     {std::move(tensor), std::move(parameter), std::move(buffer), std::move(storage),
-                                     std::move(overload), std::move(untyped_storage)},
+                                     std::move(overload), std::move(untyped_storage), std::move(modes_below)},
                                     std::move(set_compiler), std::move(current_stream));
           },
           nb::kw_only(), nb::arg("storages"), nb::arg("memory"), nb::arg("lock"), nb::arg("prefetches"),
           nb::arg("unpinned"), nb::arg("tensor"), nb::arg("parameter"), nb::arg("buffer"), nb::arg("storage"),
-          nb::arg("overload"), nb::arg("untyped_storage"), nb::arg("set_compiler"), nb::arg("current_stream").none())
+          nb::arg("overload"), nb::arg("untyped_storage"), nb::arg("modes_below"), nb::arg("set_compiler"),
+          nb::arg("current_stream").none())
       .def(
           "__call__",
           [](KernelClock& kernels, nb::handle clock, nb::handle torch_operator, nb::handle types, nb::handle args,

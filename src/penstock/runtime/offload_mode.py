@@ -105,6 +105,7 @@ class OffloadMode(OperatorMode):
             storage=torch.UntypedStorage,
             overload=torch._ops.OpOverload,
             untyped_storage=torch.Tensor.untyped_storage,
+            modes_below=torch._C._len_torch_dispatch_stack,
             set_compiler=set_eval_frame,
             current_stream=device.current_stream,
         )
@@ -288,6 +289,11 @@ class OffloadMode(OperatorMode):
     _extent = staticmethod(extent)
     _told = staticmethod(region_inputs)
     _state_before = staticmethod(Recomputation.state_before)
+
+    @staticmethod
+    def _makes_fakes() -> bool:
+        """Whether FakeTensorMode is on. It comes below all modes of a program."""
+        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
     def _invalidate_copies(self, written: list[ManagedStorage]) -> None:
         """A kernel has, of which that was not known before."""
