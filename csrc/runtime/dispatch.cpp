@@ -196,6 +196,7 @@ Operator& KernelClock::know(nb::handle clock, nb::handle torch_operator) {
   known.is_elementwise = nb::cast<bool>(known.facts.attr("is_elementwise"));
   known.reads_shapes = nb::cast<bool>(known.facts.attr("reads_shapes"));
   known.is_collective = nb::cast<bool>(known.facts.attr("is_collective"));
+  known.resizes = nb::cast<bool>(known.facts.attr("resizes"));
   for (const auto argument : known.facts.attr("written"))
     known.written.emplace_back(nb::cast<Py_ssize_t>(argument[0]), nb::object(argument[1]));
   return operators_.emplace(torch_operator.ptr(), std::move(known)).first->second;
@@ -369,6 +370,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes, pieces);
+      if (facts.resizes && !written.storages.empty()) clock.attr("_may_resize")(to_list(written.storages));
       if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0)
         clock.attr("_make_room_for_kernel")(need_bytes, pieces);
       if (facts.is_collective) {
@@ -436,6 +438,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   std::int64_t taken_bytes = 0, workspace_bytes = 0;
   try {
     storages_.remove_dead();
+    if (facts.resizes) forget_resized(clock, written.storages, result);
     collect(clock, result, made, Track::kMade, stream);
     Pins reused(*this);
     for (auto* managed : made.storages)
@@ -639,6 +642,21 @@ bool KernelClock::uses_parts(nb::handle args) const {
     if (managed != nullptr && managed->is_part) return true;
   }
   return false;
+}
+
+// A storage that the kernel has given other memory is met as one that it made.
+void KernelClock::forget_resized(nb::handle clock, const Used& written, nb::handle result) {
+  Pins known(*this);
+  for (auto* managed : written) known.add(managed);
+  collect(clock, result, known, Track::kKnown);  // set_ gives a tensor a storage, and resizes that
+  for (const auto* managed : known.storages) {
+    if (managed->reference.is_none()) continue;
+    const nb::object storage = managed->reference();
+    if (storage.is_none()) continue;
+    while (managed->next != nullptr) managed = managed->next;
+    if (nb::cast<std::int64_t>(storage.attr("nbytes")()) != managed->offset_bytes + managed->size_bytes)
+      storages_.untrack(storage.ptr());
+  }
 }
 
 // Number what this step touches for the first time, as the trace does.

@@ -20,7 +20,7 @@ struct Operator {
   nb::object torch_operator, callee, facts, name;
   std::vector<std::pair<Py_ssize_t, nb::object>> written;  // arguments: position, name
   bool is_kernel = false, is_repeatable = false, is_opaque = false, takes_lists = false,
-       is_elementwise = false, reads_shapes = false, is_collective = false;
+       is_elementwise = false, reads_shapes = false, is_collective = false, resizes = false;
   bool records_stream = false;
   std::int64_t need_bytes = 0;  // what it took last
 };
@@ -90,6 +90,7 @@ class KernelClock {
   void add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found);
   void divide_viewed(nb::handle clock, nb::handle args);
   bool uses_parts(nb::handle args) const;
+  void forget_resized(nb::handle clock, const Used& written, nb::handle result);
   void number(const Used& touched, bool made);
   void act(nb::handle clock, const Operator& facts);
   bool touch(const Used& used);

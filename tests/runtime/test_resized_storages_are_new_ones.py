@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,50 @@ def test_on_an_accelerator_too(tmp_path: Path, seed: int) -> None:
         assert run.device.meter.peak_bytes() <= LAYERS * size_bytes
         found = [weight.mul(1).tolist() for weight in moved]
     assert found == [weight.mul(8).tolist() for weight in expected]
+
+
+@pytest.mark.parametrize("way", ["resize_", "out", "grow", "set_"])
+def test_a_tensor_that_grew_counts(way: str, tmp_path: Path) -> None:
+    """Kernels that use it have it in memory, and what does not fit beside it is refused."""
+    large, small = 100 << 10, 15 << 10  # elements
+
+    def use(run: penstock.Offload | None) -> list[float]:
+        weights, grown = torch.arange(float(large)), torch.empty(0)
+        found = []
+        for number in range(4):
+            with contextlib.nullcontext() if run is None else run.step():
+                if way == "grow":
+                    grown.resize_(small + number * 1024)
+                elif way == "resize_":
+                    grown = torch.empty(0).resize_(small)
+                elif way == "set_":
+                    storage = torch.empty(0).untyped_storage()
+                    grown = torch.empty(0).set_(storage, 0, (small,), (1,))  # type: ignore[call-overload]
+                else:
+                    grown = torch.empty(0)
+                    torch.add(torch.ones(small), 1, out=grown)
+                grown.fill_(number + 1)
+                found.append(float((grown[:1024] + weights[number : number + 1024]).sum()))
+                weights.mul_(1.01)
+                found.append(float(grown.sum()))
+        return found
+
+    expected = use(None)
+    fits_bytes = 4 * (large + small + 3 * 1024 + 1024)
+    with penstock.offload(
+        device_budget=fits_bytes + 4096, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
+    ) as run:
+        assert use(run) == expected
+        assert run.report().peak_bytes <= fits_bytes + 4096
+    needed_bytes = 4 * (large + small)
+    with (
+        penstock.offload(
+            device_budget=needed_bytes - 4096, spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
+        ) as run,
+        pytest.raises(penstock.BudgetTooSmall) as refused,
+    ):
+        use(run)
+    assert refused.value.minimum_bytes >= needed_bytes
 
 
 def test_resize_is_torchs_own_again_when_the_run_is_closed(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class Operator(NamedTuple):
     takes_lists    of tensors, each for itself: see penstock.capture.slices
     is_elementwise it may run in segments of its tensors: see there
     reads_shapes   of its tensors, and no element
+    resizes        it may give the storage of what it writes to other memory
     is_collective  other processes take part. It goes on when it has returned: what it reads and writes has
                    to stay until it is waited for
     """
@@ -96,6 +97,7 @@ class Operator(NamedTuple):
     takes_lists: bool = False
     is_elementwise: bool = False
     reads_shapes: bool = False
+    resizes: bool = False
     is_collective: bool = False
 
     @property
@@ -139,6 +141,7 @@ def describe(operator: Any) -> Operator:
         takes_lists=name.startswith(LIST_PREFIXES),
         reads_shapes=operator.namespace == "aten" and name in _OF_SHAPES,
         is_elementwise=operator.namespace == "aten" and base_name(name) in _ELEMENTWISE,
+        resizes="resize" in name or name == "set_" or any(argument.is_out for argument in schema.arguments),
         is_collective=is_collective,
     )
 

@@ -295,6 +295,12 @@ class OffloadMode(OperatorMode):
         """Whether FakeTensorMode is on. It comes below all modes of a program."""
         return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
+    def _may_resize(self, written: list[ManagedStorage]) -> None:
+        """A kernel is about to write them, and may free the memory that they have."""
+        with self._interrupts:
+            for managed in written:
+                self._engine.wait_until_unused(managed, needed=True)
+
     def _invalidate_copies(self, written: list[ManagedStorage]) -> None:
         """A kernel has, of which that was not known before."""
         for managed in written:
