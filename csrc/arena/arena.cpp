@@ -205,7 +205,7 @@ Arena::Outcome Arena::allocate(std::size_t size_bytes, void** address, bool held
   block.serial = stats_.serial = serial;
   block.resets = resets_;
   const bool of_kernel = pthread_equal(kernel_thread_, this_thread()) != 0;
-  block.pinned_tick = of_kernel ? tick_ : 0;
+  if (of_kernel) pin(block);
   block.holds = held || (of_kernel && holds_new_) ? 1 : 0;
   enter(block, &block);
   use_.add(block);
@@ -295,6 +295,7 @@ bool Arena::release(void* address) {
 void Arena::release(Block& block) {
   stats_.in_use_bytes -= block.requested_bytes;
   if (block.resets == resets_) stats_.new_bytes -= block.requested_bytes;
+  if (block.pinned_tick == tick_) pinned_bytes_ -= block.requested_bytes;
   if (block.staging != nullptr) {
     auto& staging = stagings_.find(block.staging)->second;  // which somebody reads to
     drop_staging(staging);

@@ -129,7 +129,8 @@ class Arena {
   // allocate, until it is over or the next one begins. Gives the number of events pending. With
   // `blocks_out`, counts those that the arena has moved out: see bring_in_moved.
   std::size_t touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out);
-  void kernel_over();
+  // Gives the most bytes that it had at once, of what it used and what it allocated: no budget below serves it.
+  std::uint64_t kernel_over();
   // What a kernel uses is used for longer: it does not leave before as many holds have ended. False where no block
   // starts there. With `writable`, it is in memory and writable from here on, whoever was about to evict it: for who
   // has the system write to it, which finds a protected page and fails. Then 0 or an errno is in `error`.
@@ -248,6 +249,8 @@ class Arena {
   Block* part_after(const Block& block) const { return large_chunks_[(block.offset + block.owned_bytes) / kChunkBytes]; }
   void release(Block& block);
   void own(Block& block);
+  void begin_tick();
+  void pin(Block& block);
   std::uint64_t limit_bytes() const { return std::min(stats_.limit_bytes + foreign_memory_bytes_, kUnlimited); }
   char* address_of(const Block& block) const { return frames_.base() + block.offset; }
 
@@ -329,6 +332,7 @@ class Arena {
   std::unordered_map<std::uint64_t, std::unique_ptr<Block>> blocks_;  // by serial
   UseOrder use_;
   std::uint64_t tick_ = 1;
+  std::uint64_t pinned_bytes_ = 0, peak_pinned_bytes_ = 0;  // of this tick
   pthread_t kernel_thread_ = {};  // of the kernel that runs, if one does
   bool holds_new_ = false;
   Block *first_event_ = nullptr, *last_event_ = nullptr;

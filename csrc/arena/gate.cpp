@@ -284,15 +284,28 @@ std::vector<std::pair<std::uintptr_t, Block::Event>> Arena::events() {
   return found;
 }
 
+// What was pinned is so no longer.
+void Arena::begin_tick() {
+  ++tick_;
+  pinned_bytes_ = peak_pinned_bytes_ = 0;
+}
+
+void Arena::pin(Block& block) {
+  if (block.pinned_tick == tick_) return;
+  block.pinned_tick = tick_;
+  pinned_bytes_ += block.requested_bytes;
+  peak_pinned_bytes_ = std::max(peak_pinned_bytes_, pinned_bytes_);
+}
+
 std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t* blocks_out) {
   const Lock lock(mutex_);
-  ++tick_;
+  begin_tick();
   kernel_thread_ = this_thread();
   *blocks_out = 0;
   for (const auto address : addresses) {
     auto* block = find(reinterpret_cast<const void*>(address));
     if (block == nullptr) continue;
-    block->pinned_tick = tick_;
+    pin(*block);
     if (block->is_in())
       use_.renew(*block);
     else
@@ -304,7 +317,7 @@ std::size_t Arena::touch(std::span<const std::uintptr_t> addresses, std::size_t*
 bool Arena::make_room(std::size_t size_bytes, std::span<const std::uintptr_t> pinned) {
   Lock lock(mutex_);
   for (const auto address : pinned)
-    if (auto* block = find(reinterpret_cast<const void*>(address))) block->pinned_tick = tick_;
+    if (auto* block = find(reinterpret_cast<const void*>(address))) pin(*block);
   return make_room(lock, size_bytes, size_bytes, Need::kBlock);
 }
 
@@ -329,11 +342,13 @@ void Arena::hold_new(bool holds) {
   holds_new_ = holds;
 }
 
-void Arena::kernel_over() {
+std::uint64_t Arena::kernel_over() {
   const Lock lock(mutex_);
-  ++tick_;
+  const auto most_bytes = peak_pinned_bytes_;
+  begin_tick();
   holds_new_ = false;
   kernel_thread_ = {};
+  return most_bytes;
 }
 
 int Arena::bring_in_moved(std::span<const std::uintptr_t> addresses) {

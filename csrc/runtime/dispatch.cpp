@@ -300,7 +300,11 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       storages_.move_to_end(*managed);
     }
 #ifdef __linux__
-    if (memory_.in_arena) installed_arena()->kernel_over();
+    if (memory_.in_arena) {
+      const auto most_bytes = static_cast<std::int64_t>(installed_arena()->kernel_over());
+      // A trace knows better of a kernel that is recorded: it may run as several algorithms then.
+      if (!is_recording) least_bytes = std::max(least_bytes, most_bytes + memory_.unmanaged_bytes);
+    }
 #endif
     memory_.reserved_bytes = 0;
     kernel_over(clock);

@@ -64,6 +64,7 @@ class KernelClock {
   std::int64_t step = 0, kernels = 0, operators = 0;
   double clock_s = 0, left_s = 0;
   double excluded_s = 0;  // of what Python did for kernels, but is not the clock's own
+  std::int64_t least_bytes = 0;  // the smallest budget of the arena for each kernel that was not recorded
   int activation = -1;  // index of this kind of tensor
   nb::object schedule() const { return schedule_; }
 

@@ -241,6 +241,7 @@ void bind_runtime(nb::module_& module) {
       .def_ro("step", &KernelClock::step)
       .def_ro("kernels", &KernelClock::kernels)
       .def_ro("operators", &KernelClock::operators)
+      .def_ro("least_bytes", &KernelClock::least_bytes)
       .def_ro("clock_s", &KernelClock::clock_s)
       .def_ro("left_s", &KernelClock::left_s);
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <span>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -74,6 +75,23 @@ TEST(what_was_there_before_is_no_part_of_the_new_peak) {
   arena.release(result);
   CHECK_EQUAL(arena.stats().new_bytes, 0u);
   CHECK_EQUAL(arena.stats().peak_new_bytes, 0u);
+}
+
+TEST(a_kernel_is_told_how_much_it_had_at_once) {
+  Arena arena(kReserveBytes);
+  auto* used = allocate(arena, 2 * kMiB);
+  allocate(arena, 8 * kMiB);
+  const std::uintptr_t addresses[] = {reinterpret_cast<std::uintptr_t>(used), reinterpret_cast<std::uintptr_t>(used) + 1};
+  std::size_t out = 0;
+  arena.touch(addresses, &out);
+  auto* workspace = allocate(arena, 3 * kMiB);
+  arena.release(workspace);
+  allocate(arena, kMiB);
+  CHECK_EQUAL(arena.kernel_over(), 5 * kMiB);
+  allocate(arena, kMiB);
+  arena.touch(std::span(addresses).first(1), &out);
+  arena.release(used);
+  CHECK_EQUAL(arena.kernel_over(), 2 * kMiB);
 }
 
 TEST(threads_share_an_arena) {

@@ -77,6 +77,28 @@ def test_what_no_plan_predicted_is_not_shown_as_nothing(tmp_path: Path, hardware
     assert len(table) == 4 and all("no plan" in line for line in table)
 
 
+def test_what_runs_between_steps_can_run_in_the_minimum(tmp_path: Path, hardware: penstock.Hardware) -> None:
+    """Torch makes tensors inside of `allclose`, one after another."""
+
+    def train(budget_bytes: int) -> penstock.Report:
+        with penstock.offload(
+            device_budget=budget_bytes, spill_dir=tmp_path, hardware=hardware, planning=PAGED
+        ) as run:
+            model, optimizer = small_gpt()
+            first, second = torch.ones(1 << 18), torch.ones(1 << 18)
+            for number in range(3):
+                with run.step():
+                    iterate(model, optimizer, number)
+                assert torch.allclose(first, second)
+            return run.report()
+
+    least_bytes = train(1 << 30).minimum_bytes
+    assert least_bytes > 2 << 20  # both and more
+    assert train(least_bytes).peak_bytes <= least_bytes
+    with pytest.raises(penstock.BudgetTooSmall):
+        train(least_bytes - 4096)
+
+
 def test_too_small_a_budget_is_one_traceback(tmp_path: Path, hardware: penstock.Hardware) -> None:
     model, optimizer = small_gpt()
     with (

@@ -27,8 +27,9 @@ class Report:
     predicted_step_s        what the simulator says of the plan in force; once seven steps have followed it,
                             with kernel times as they are in whole steps
     planned_step_s          what it said when the plan was made
-    minimum_bytes           smallest device budget in which the steps so far could have run. On an accelerator
-                            the segments that its allocator takes are counted in
+    minimum_bytes           smallest device budget in which the recorded steps could have run, and on a CPU
+                            the kernels between steps. On an accelerator the segments that its allocator
+                            takes are counted in
     evicted_bytes, loaded_bytes   left the device, and came back, in the last step, planned or not
     disk_written_bytes      written to the disk in the last step
     recomputed_bytes        made by running kernels again, in the last step

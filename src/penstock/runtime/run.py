@@ -420,7 +420,7 @@ class Offload(Closing):
             memory_manager=self._device.memory_manager,
             direct_io=spill.direct,
             device_budget_bytes=self._budget_bytes,
-            minimum_bytes=planner.minimum_bytes,
+            minimum_bytes=max(planner.minimum_bytes, self._clock.native.least_bytes),
             peak_bytes=self._peak_bytes,
             peak_resident_bytes=peak_resident_bytes,
             endurance_bytes=None if endurance is None else parse_endurance(endurance),
