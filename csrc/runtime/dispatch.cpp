@@ -19,6 +19,9 @@ namespace penstock {
 
 namespace {
 
+// Of a tensor on another device: what a kernel makes of so little needs no room to be made for it.
+constexpr std::int64_t kNegligibleBytes = 4096;
+
 // As Python's time.perf_counter.
 double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -60,6 +63,10 @@ std::int64_t integer_at(const nb::object& values, std::int64_t position) {
   const auto integer = PyLong_AsLongLong(value);
   if (integer == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
   return integer;
+}
+
+bool is_on_device(const std::vector<ManagedStorage*>& storages) {
+  return std::ranges::any_of(storages, [](const auto* managed) { return managed->elsewhere_bytes == 0; });
 }
 
 bool is_atom(PyObject* value) {
@@ -477,7 +484,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
     kernels = kernel + 1;
     seen_.push_back(facts.name);
   }
-  if (inferred || (is_recording && asks_needs))
+  if ((inferred || (is_recording && asks_needs)) && (is_on_device(used.storages) || is_on_device(made.storages)))
     clock.attr("_note_need")(facts.torch_operator, taken_bytes, workspace_bytes);
   facts.need_bytes = taken_bytes + workspace_bytes;
   ++operators;
@@ -502,11 +509,12 @@ bool KernelClock::is_on_another_stream() {
   return true;
 }
 
-// Whether all of these are as large as in the trace.
+// Whether all of these are as large as in the trace, which has no sizes of what is on other devices.
 bool KernelClock::has_planned_sizes(const Used& used) const {
   const auto count = PyTuple_Size(sizes_.ptr());
   return std::ranges::all_of(used, [&](const auto* managed) {
-    return managed->index < count && integer_at(sizes_, managed->index) == managed->size_bytes;
+    return managed->elsewhere_bytes <= kNegligibleBytes && managed->index < count &&
+           integer_at(sizes_, managed->index) == managed->size_bytes;
   });
 }
 

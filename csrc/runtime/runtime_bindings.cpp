@@ -83,8 +83,9 @@ void bind_storages(nb::module_& module) {
           nb::sig("def storage(self) -> typing.Any"));
 
   nb::class_<Storages>(module, "Storages", nb::type_slots(storages_slots))
-      .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t>(), nb::arg("adopt"), nb::arg("on_freed"),
-           nb::arg("smallest_bytes"), nb::arg("first_serial") = 0)
+      .def(nb::init<nb::object, nb::object, std::int64_t, std::uint64_t, nb::object>(), nb::arg("adopt"),
+           nb::arg("on_freed"), nb::arg("smallest_bytes"), nb::arg("first_serial") = 0,
+           nb::arg("device") = nb::none())
       .def_rw("reports_all", &Storages::reports_all)
       .def_rw("part_bytes", &Storages::part_bytes)
       .def_prop_ro("has_divided", &Storages::has_divided)
@@ -98,7 +99,7 @@ void bind_storages(nb::module_& module) {
           nb::arg("storage"), nb::arg("made") = false,
           nb::sig("def track(self, storage: object, made: bool = False) -> ManagedStorage"))
       .def("divide", [](Storages& storages, ManagedStorage& managed) { storages.divide(managed); }, nb::arg("managed"))
-      .def("adopt_results", &Storages::adopt_results, nb::arg("device"), nb::arg("memory"), nb::keep_alive<1, 3>())
+      .def("adopt_results", &Storages::adopt_results, nb::arg("memory"), nb::keep_alive<1, 2>())
       .def(
           "at", [](const Storages& storages, std::uintptr_t address) { return found(storages.at(address)); },
           nb::sig("def at(self, address: int) -> ManagedStorage | None"))

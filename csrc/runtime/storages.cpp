@@ -21,9 +21,11 @@ nb::object Storages::make(nb::handle storage, std::int64_t size_bytes, nb::handl
   return object;
 }
 
-Storages::Storages(nb::object adopt, nb::object on_freed, std::int64_t smallest_bytes, std::uint64_t first_serial)
+Storages::Storages(nb::object adopt, nb::object on_freed, std::int64_t smallest_bytes, std::uint64_t first_serial,
+                   nb::object device)
     : adopt_(std::move(adopt)),
       on_freed_(std::move(on_freed)),
+      device_(std::move(device)),
       smallest_bytes_(smallest_bytes),
       first_serial_(first_serial),
       dead_(nb::module_::import_("collections").attr("deque")()),
@@ -66,7 +68,10 @@ ManagedStorage* Storages::track(PyObject* storage, bool made, nb::handle owner_s
 #endif
   const bool adopted = size_bytes >= smallest_bytes_ && adopts(*managed, storage, made, owner_stream);
   managed->size_bytes = size_bytes;
-  if (!adopted) return managed;
+  if (!adopted) {
+    if (!is_on_device(storage)) std::swap(managed->size_bytes, managed->elsewhere_bytes);
+    return managed;
+  }
   use_last(*managed);
   if (parts.size() > 1)  // by an earlier run
     add_parts(*managed, storage, made, parts);
@@ -128,8 +133,8 @@ bool Storages::adopts(ManagedStorage& managed, PyObject* storage, bool made, nb:
     }
   }
 #endif
-  if (owner_stream.is_valid() && !device_.is_none() && managed.size_bytes > 0 &&
-      nb::handle(storage).attr("device").equal(device_) && nb::cast<bool>(nb::handle(storage).attr("resizable")())) {
+  if (owner_stream.is_valid() && memory_ != nullptr && managed.size_bytes > 0 && is_on_device(storage) &&
+      nb::cast<bool>(nb::handle(storage).attr("resizable")())) {
     managed.owner_stream = nb::borrow(owner_stream);
     memory_->managed_bytes += managed.size_bytes;
     if (memory_->segment != nullptr && managed.size_bytes > DeviceSegment::kUndivided)
@@ -185,7 +190,7 @@ void Storages::remove(nb::object reference) {
   if (managed.segment_address != 0) memory_->segment->take(managed);
   if (reports_all || managed.reports_freed || managed.recipes != 0 || !managed.slot.is_none())
     on_freed_(owned.object);
-  else if (managed.movable && !device_.is_none())
+  else if (managed.movable && memory_ != nullptr)
     memory_->managed_bytes -= managed.size_bytes;
 }
 

@@ -24,8 +24,9 @@ struct ManagedStorage {
   nb::object reference;         // weak, to torch's storage; None when it is another one now
   std::uintptr_t key = 0;       // torch's storage object
   std::uintptr_t address = 0;   // where the arena keeps it; 0: it does not
-  std::int64_t size_bytes = 0;
-  std::int64_t offset_bytes = 0;       // in torch's storage
+  std::int64_t size_bytes = 0;       // on the device
+  std::int64_t elsewhere_bytes = 0;  // on another one: then it has none there
+  std::int64_t offset_bytes = 0;     // in torch's storage
   ManagedStorage* next = nullptr;      // part of the same storage, while that lives
   bool is_part = false, stays_whole = false;
   std::int64_t pins = 0;     // who uses it now: kernels, and what runs beside them
@@ -70,7 +71,9 @@ struct DeviceMemory {
 class Storages {
  public:
   // first_serial   storages in blocks of the arena from this one on are movable, and `adopt` is not asked; 0: none
-  Storages(nb::object adopt, nb::object on_freed, std::int64_t smallest_bytes, std::uint64_t first_serial);
+  // device         storages on others have no bytes on it; None: there are no others
+  Storages(nb::object adopt, nb::object on_freed, std::int64_t smallest_bytes, std::uint64_t first_serial,
+           nb::object device);
 
   // Null where it was not met before. Of a divided one the first part, here and below.
   ManagedStorage* find(PyObject* storage) const;
@@ -106,11 +109,8 @@ class Storages {
   bool all_resident() const;
   std::size_t size() const { return by_storage_.size(); }
 
-  // What kernels make on this device is adopted from now on without asking, and counts in this memory.
-  void adopt_results(nb::object device, DeviceMemory& memory) {
-    device_ = std::move(device);
-    memory_ = &memory;
-  }
+  // What kernels make on the device is adopted from now on without asking, and counts in this memory.
+  void adopt_results(DeviceMemory& memory) { memory_ = &memory; }
 
   bool reports_all = true;  // `on_freed` is called for those, too, that have no copy, and do not report it
 
@@ -132,9 +132,12 @@ class Storages {
   bool adopts(ManagedStorage& managed, PyObject* storage, bool made, nb::handle owner_stream);
   void enter_address(ManagedStorage& managed);
 
-  nb::object adopt_, on_freed_;
-  nb::object device_ = nb::none();  // None: `adopt` is asked
-  DeviceMemory* memory_ = nullptr;
+  bool is_on_device(nb::handle storage) const {
+    return device_.is_none() || storage.attr("device").equal(device_);
+  }
+
+  nb::object adopt_, on_freed_, device_;
+  DeviceMemory* memory_ = nullptr;  // null: `adopt` is asked
   const std::int64_t smallest_bytes_;
   const std::uint64_t first_serial_;
   nb::object dead_;  // a deque of weak references: filled anywhere, on any thread, by a call nothing can interrupt

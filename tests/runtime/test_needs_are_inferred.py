@@ -15,6 +15,7 @@ from penstock.runtime.output_bytes import KernelNeeds
 
 aten = torch.ops.aten
 X = torch.randn(8, 8)
+CPU = torch.device("cpu")
 
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], int]] = [
     (aten.add.Tensor, (X, X), {}, 256),
@@ -39,14 +40,14 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("operator", "args", "kwargs", "size"), CALLS)
 def test_results_are_foreseen(operator: Any, args: Any, kwargs: Any, size: int) -> None:
-    needs = KernelNeeds()
+    needs = KernelNeeds(CPU)
     for _ in range(3):
         assert needs.bytes(operator, args, kwargs) == size
     assert needs.inferred == 1
 
 
 def test_other_shapes_and_values_are_other_questions() -> None:
-    needs = KernelNeeds()
+    needs = KernelNeeds(CPU)
     assert [needs.bytes(aten.mm.default, (torch.ones(n, 4), torch.ones(4, n)), {}) for n in (2, 3)] == [
         16,
         36,
@@ -58,7 +59,7 @@ def test_other_shapes_and_values_are_other_questions() -> None:
 
 
 def test_what_depends_on_values_is_what_it_took_last() -> None:
-    needs = KernelNeeds()
+    needs = KernelNeeds(CPU)
     assert needs.bytes(aten.nonzero.default, (X,), {}) == 256  # as much as its arguments
     needs.add(aten.nonzero.default, 1024, 0)
     assert needs.bytes(aten.nonzero.default, (X,), {}) == 1024
@@ -72,7 +73,7 @@ def test_what_depends_on_values_is_what_it_took_last() -> None:
     ],
 )
 def test_collectives_are_not_tried(operator: Any, args: Any, caplog: pytest.LogCaptureFixture) -> None:
-    needs = KernelNeeds()
+    needs = KernelNeeds(CPU)
     with caplog.at_level(logging.WARNING):
         assert needs.bytes(operator, args, {}) == 0
     needs.add(operator, 0, 4096)
@@ -81,7 +82,7 @@ def test_collectives_are_not_tried(operator: Any, args: Any, caplog: pytest.LogC
 
 
 def test_workspace_is_learnt_by_operator() -> None:
-    needs = KernelNeeds()
+    needs = KernelNeeds(CPU)
     needs.add(aten.mm.default, 256, 4096)
     needs.add(aten.mm.default, 256, 64)
     assert needs.bytes(aten.mm.default, (X, X), {}) == 256 + 4096
@@ -98,8 +99,22 @@ def test_nothing_of_the_program_notices() -> None:
     before = torch.get_rng_state()
     version = X._version
     with Mode():
-        assert KernelNeeds().bytes(aten.normal_.default, (X,), {}) == 0
-        assert KernelNeeds().bytes(aten.native_dropout.default, (X, 0.5, True), {}) == 256 + 64
-        assert KernelNeeds().bytes(aten.randn.default, ([8],), {}) == 32
+        assert KernelNeeds(CPU).bytes(aten.normal_.default, (X,), {}) == 0
+        assert KernelNeeds(CPU).bytes(aten.native_dropout.default, (X, 0.5, True), {}) == 256 + 64
+        assert KernelNeeds(CPU).bytes(aten.randn.default, ([8],), {}) == 32
     assert not seen and X._version == version
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_what_is_on_the_device_counts() -> None:
+    needs = KernelNeeds(torch.device("meta"))
+    there = torch.empty(8, 8, device="meta")
+    for operator in (aten.add.Tensor, aten.nonzero.default):
+        needs.add(operator, 1024, 4096)
+    assert needs.bytes(aten.add.Tensor, (X, X), {}) == 0
+    assert needs.bytes(aten.nonzero.default, (X,), {}) == 0
+    assert needs.bytes(aten.nonzero.default, (there,), {}) == 1024 + 4096
+    assert needs.bytes(aten._to_copy.default, (X,), {"device": "meta"}) == 256
+    assert needs.bytes(aten._to_copy.default, (there,), {"device": "cpu"}) == 0
+    assert needs.bytes(aten.zeros.default, ([8],), {"device": "cpu"}) == 0
+    assert needs.bytes(aten.copy_.default, (there, X), {}) == 0

@@ -85,6 +85,7 @@ class Tracer(OperatorMode):
     density    measure which fraction of each activation's elements is not zero, when backward begins
     divided    sizes of the tensors that are divided into parts: those of large weights. None: none is, as on
                a device that empties whole storages
+    device     storages on others have no bytes on it; None: all count
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Tracer(OperatorMode):
         costs: TracingCosts = NO_TRACING_COSTS,
         density: bool = False,
         divided: set[int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self._device = device
         self._divided = divided
         self._driver = driver
         self._estimate = estimate
@@ -259,7 +262,7 @@ class Tracer(OperatorMode):
     def _born(self, storage: torch.UntypedStorage, kind: int, before: bool) -> _Watch:
         watch = _Watch(storage, self._freed)
         watch.address, watch.tensor = storage._cdata, len(self._tensors)
-        size_bytes = storage.nbytes()
+        size_bytes = storage.nbytes() if self._device in (None, storage.device) else 0
         watch.part_bytes = part_sizes(size_bytes) if size_bytes in (self._divided or ()) else [size_bytes]
         birth = 0 if before else len(self._kernels)
         for part_bytes in watch.part_bytes:
@@ -281,7 +284,7 @@ class Tracer(OperatorMode):
         begun_s = time.perf_counter()
         for watch in list(self._watches.values()):
             dtype, storage = self._dtypes.get(watch.tensor), watch()
-            if storage is None or dtype is None or not dtype.is_floating_point:
+            if storage is None or dtype is None or not dtype.is_floating_point or not sum(watch.part_bytes):
                 continue
             elements = storage.nbytes() // dtype.itemsize
             values = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (elements,))
@@ -446,7 +449,8 @@ def trace(
 def _trace_real(step: Callable[[], object], device: torch.device, warmup: int) -> Trace:
     driver = None if device.type == "cpu" else make_driver(device)
     divided: set[int] | None = set() if driver is None else None
-    tracer = Tracer(driver, costs=_costs_of_tracing(driver), density=True, divided=divided)
+    costs, where = _costs_of_tracing(driver), device if driver is None else driver.device
+    tracer = Tracer(driver, costs=costs, density=True, divided=divided, device=where)
     with compiled_regions_visible():
         for _ in range(warmup):
             step()

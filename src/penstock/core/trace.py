@@ -84,7 +84,7 @@ class Trace(files.Saveable):
         kernel_phase            [K] index into PHASES
         inputs, outputs         K lists of tensors. A tensor edited in place is in both
     Tensors
-        tensor_bytes       [T]
+        tensor_bytes       [T] on the device
         tensor_kind        [T] index into KINDS
         tensor_persistent  [T] alive before the iteration and after it
         tensor_birth       [T] first kernel during which it occupies memory

@@ -82,12 +82,12 @@ class OffloadMode(OperatorMode):
         self._device = device
         self._engine = engine
         self._lock = engine.lock
-        self.storages = Storages(device.adopt, self._died, smallest_bytes, device.first_serial)
+        self.storages = Storages(device.adopt, self._died, smallest_bytes, device.first_serial, device.device)
         self.storages.reports_all = False
         self.storages.part_bytes = slices.PART_BYTES if device.memory.in_arena else 0
         self.storages.divisible_bytes = slices.DIVISIBLE_BYTES
         if not device.memory.in_arena:
-            self.storages.adopt_results(device.device, device.memory)
+            self.storages.adopt_results(device.memory)
         device.storages = self.storages
         engine.eviction_order = self._eviction_order
         engine.wait_for_others = self._wait_for_a_collective
@@ -118,7 +118,7 @@ class OffloadMode(OperatorMode):
         self._access = StorageAccess(
             device, engine, self.storages, self.recomputation, self._interrupts, self._kernel_over
         )
-        needs = KernelNeeds()
+        needs = KernelNeeds(device.device)
         # What csrc/runtime/dispatch.cpp calls, too:
         self._infer_need, self._note_need = needs.bytes, needs.add
         self._begin_measuring, self._end_measuring = self._recorder.begin_kernel, self._recorder.end_kernel

@@ -255,8 +255,8 @@ def _known_tensors(
 
 def _bytes_of(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> int:
     tensors = (tensor for tensor, _ in _known_tensors(model, optimizer))
-    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_in(tensor)}
-    return sum(storages.values())
+    storages = {storage._cdata: storage for tensor in tensors for storage in storages_in(tensor)}
+    return sum(storage.nbytes() for storage in storages.values() if storage.device.type == "cpu")
 
 
 def _require_types(model: object, optimizer: object, plan: object, hardware: object) -> None:

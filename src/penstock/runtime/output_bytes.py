@@ -1,7 +1,8 @@
 """Predicts the memory that a kernel will allocate: the bytes of its results, by fake tensors, and workspace.
 
-For devices that cannot fail an allocation while a kernel runs. Results are inferred once for each operator
-and each set of shapes, dtypes and other arguments; workspace is the most that the operator has used so far.
+For devices that cannot fail an allocation while a kernel runs; what it makes on others does not count.
+Results are inferred once for each operator and each set of shapes, dtypes and other arguments; workspace is
+the most that the operator has used so far.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class KernelNeeds:
-    """Predicts the bytes that kernels allocate, and caches the results.
+    """Predicts the bytes that kernels allocate on a device, and caches the results.
 
     inferred   cache misses
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._mode = FakeTensorMode(allow_non_fake_inputs=False)
         self._cache: dict[Any, int | None] = {}
         self._results: dict[Any, int] = {}  # by operator: bytes of its latest results
@@ -51,13 +53,17 @@ class KernelNeeds:
             result_bytes = self._cache[key] = self._infer(operator, args, kwargs)
         except TypeError:  # an unhashable argument
             result_bytes = self._infer(operator, args, kwargs)
-        if result_bytes is None:
-            result_bytes = self._results.get(operator)
+        workspace_bytes = self._workspaces.get(operator, 0)
+        if result_bytes is None or (workspace_bytes and not result_bytes):
+            given = list(tensors_in((args, kwargs)))
+            here = [tensor for tensor in given if tensor.device == self._device]
+            if given and not here:
+                return 0  # it runs elsewhere
             if result_bytes is None:
-                result_bytes = sum(
-                    tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs))
-                )
-        return result_bytes + self._workspaces.get(operator, 0)
+                result_bytes = self._results.get(operator)
+            if result_bytes is None:
+                result_bytes = sum(tensor.numel() * tensor.element_size() for tensor in here)
+        return result_bytes + workspace_bytes
 
     def add(self, operator: Any, result_bytes: int, workspace_bytes: int) -> None:
         """Record what a kernel has allocated."""
@@ -78,7 +84,9 @@ class KernelNeeds:
                 fake_args, fake_kwargs = tree_map_only(torch.Tensor, _fake, (args, kwargs))
                 given = {storage._cdata for storage in storages_in((fake_args, fake_kwargs))}
                 result = operator(*fake_args, **fake_kwargs)
-                made = {storage._cdata: storage.nbytes() for storage in storages_in(result)}
+                # The storages of fake tensors do not say where they are.
+                here = [tensor for tensor in tensors_in(result) if tensor.device == self._device]
+                made = {storage._cdata: storage.nbytes() for storage in storages_in(here)}
         except Exception:  # results that depend on values, or an operator that fake tensors do not know
             return None
         try:
