@@ -666,7 +666,7 @@ void KernelClock::forget_resized(nb::handle clock, const Used& written, nb::hand
     const nb::object storage = managed->reference();
     if (storage.is_none()) continue;
     while (managed->next != nullptr) managed = managed->next;
-    if (nb::cast<std::int64_t>(storage.attr("nbytes")()) != managed->offset_bytes + managed->size_bytes)
+    if (nb::cast<std::int64_t>(storage.attr("nbytes")()) != managed->offset_bytes + managed->size_bytes + managed->elsewhere_bytes)
       storages_.untrack(storage.ptr());
   }
 }
