@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "a copy leaves before kernels have made it",
         ACCELERATOR,
-        "            ready = [self._events.record(stream) for stream in self.streams]\n            slot",
-        "            ready = []\n            slot",
+        "            copy.ready = [self._events.record(stream) for stream in self.streams]\n            slot",
+        "            copy.ready = []\n            slot",
     ),
     Mutant(
         "copies are issued before what they wait for",
@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "what is packed is not made yet",
         ACCELERATOR,
-        "        ready = [self._events.record(stream) for stream in self.streams]\n        self._packing",
-        "        ready: list[Any] = []\n        self._packing",
+        "copy.ready = [self._events.record(stream) for stream in self.streams]\n        self._packing",
+        "copy.ready = []\n        self._packing",
     ),
     Mutant(
         "packing waits for nothing",
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "a copy lands in memory that is still used",
         ACCELERATOR,
-        "        ready = [self._events.record(managed.owner_stream)]\n",
-        "        ready: list[Any] = []\n",
+        "        copy.ready = [self._events.record(managed.owner_stream)]\n",
+        "        copy.ready = []\n",
     ),
     Mutant(
         "what is made again lands in memory that another stream still uses",
@@ -174,27 +174,27 @@ MUTANTS = [
     Mutant(
         "with a copy that kernels wait for, others are taken for over",
         ENGINE,
-        "            if other.state == state and self._device.make_kernels_wait(other):\n",
-        "            if other.state == state:\n",
+        "            if other.managed.state == state and self._device.make_kernels_wait(other):\n",
+        "            if other.managed.state == state:\n",
         error="out of memory",  # now and then
     ),
     Mutant(
         "the host takes a copy for complete when it is issued",
         QUEUES,
         "                copy.over.synchronize()\n",
-        "                return None, ()\n",
+        "                return True\n",
     ),
     Mutant(
         "the host takes a copy for complete when it polls",
         QUEUES,
-        "            elif not copy.over.query():\n                return None\n",
-        "            elif not copy.over.query():\n                return None, ()\n",
+        "            elif not copy.over.query():\n                return False\n",
+        "            elif not copy.over.query():\n                return True\n",
     ),
     Mutant(
         "an expanded tensor is used before it is expanded",
         PACKING,
-        "        self._events.complete(stream)\n        if whole:\n",
-        "        if whole:\n",
+        "        self._events.complete(stream)\n        if not whole:\n",
+        "        if not whole:\n",
     ),
     Mutant(
         "what moves before its copy begins is moved behind it",
@@ -221,7 +221,7 @@ MUTANTS = [
     Mutant(
         "what the run gives back is used before it is there",
         ACCELERATOR,
-        "                if (error := over.get()) is not None:\n",
+        "                if (error := over.get().error) is not None:\n",
         "                if (error := None) is not None:\n",
         "given_back",
         fast=True,
@@ -294,15 +294,15 @@ MUTANTS = [
     Mutant(
         "events that a copy waits for are used again before it is issued",
         COPIES,
-        """            self._events.free.extend(ready)
-            done(error, moved)
-
-        copy =""",
-        """            done(error, moved)
-
-        self._events.free.extend(ready)
-        copy =""",
+        "        self._events.free.extend(copy.ready)\n        copy.on_end(copy)\n",
+        "        copy.on_end(copy)\n",
         "in_turns",
+        also=(
+            (
+                "slot.block, self._on_copy_end\n",
+                "slot.block, self._on_copy_end\n        self._events.free.extend(copy.ready)\n",
+            ),
+        ),
         fast=True,
     ),
     # Pins.

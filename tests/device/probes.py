@@ -246,9 +246,9 @@ def moved_while_it_waits(spill_dir: Path) -> bool:
             with engine.lock:
                 for managed in found:
                     engine.prefetch(managed)
-                moved = compaction._move(compaction._segment, found[1])
+                moved = compaction._move(engine, compaction._segment, found[1])
                 for _ in range(2):  # its copy was issued, so it stays
-                    compaction._move(compaction._segment, found[0])
+                    compaction._move(engine, compaction._segment, found[0])
                 other = torch.full((2 * MIB,), 100.0, device=DEVICE)
             values = [*(tensor.max() for tensor in tensors), other.max(), other.min()]
             right &= [*map(float, values)] == [turn, turn + 1, 100, 100]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ def memory_is_taken_on_another_stream(patch: Patch) -> None:
 def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
     copy_in = AcceleratorDevice.copy_in
 
-    def careless(device: Any, managed: Any, storage: Any, priority: int, done: Any) -> None:
-        copy_in(device, managed, storage, priority, done)
-        if managed.slot.tier == "host":
-            block = managed.slot.block
+    def careless(device: Any, wanted: Any) -> None:
+        copy_in(device, wanted)
+        if wanted.managed.slot.tier == "host":
+            block = wanted.managed.slot.block
             device._copies.slab.tensor(block, block.size_bytes).fill_(0xAB)
 
     patch(AcceleratorDevice, "copy_in", careless)
@@ -41,13 +42,15 @@ def blocks_are_handed_out_before_they_are_read(patch: Patch) -> None:
 def chunks_go_on_before_they_have_crossed(patch: Patch, out: bool) -> None:
     cross = Staging._cross_bus
 
-    def too_early(staging: Any, chunk: Any, over: Any) -> None:
+    def too_early(staging: Any, chunk: Any) -> None:
         if (staging._legs[0].__name__ == "too_early") != out:
-            cross(staging, chunk, over)
+            cross(staging, chunk)
             return
-        cross(staging, chunk, lambda error, moved: None)
-        chunk.staged.copy.ready = []  # the host still waits for these events: nobody records them again
-        over(None, [])
+        crossing = copy.copy(chunk)
+        crossing.then = lambda crossed: None
+        cross(staging, crossing)
+        chunk.whole.ready = []  # the host still waits for these events: nobody records them again
+        chunk.then(chunk)
 
     patch(Staging, "_cross_bus", too_early)
 
@@ -63,9 +66,9 @@ def chunks_have_arrived_before_they_have_crossed(patch: Patch) -> None:
 def buffers_are_handed_out_too_early(patch: Patch, leg: str) -> None:
     go = getattr(Staging, leg)
 
-    def careless(staging: Any, chunk: Any, over: Any) -> None:
-        buffer = staging._slab.tensor(chunk.buffer, chunk.size_bytes)
-        go(staging, chunk, over)
+    def careless(staging: Any, chunk: Any) -> None:
+        buffer = staging._slab.tensor(chunk.block, chunk.size_bytes)
+        go(staging, chunk)
         buffer.fill_(0xAB)
 
     patch(Staging, leg, careless)

@@ -344,7 +344,7 @@ def test_what_waits_to_come_from_the_disk_moves(
         with engine.lock:
             has_moved = compaction.make_holes(engine, [24 * MIB], may_leave=False)
             assert compaction._segment is not None
-            moves_begun = compaction._move(compaction._segment, managed[1])
+            moves_begun = compaction._move(engine, compaction._segment, managed[1])
         managed[4].pins -= 1
         goes_on.set()
         assert has_moved and not moves_begun

@@ -225,8 +225,8 @@ def test_a_copy_that_cannot_be_read_is_an_error(
     with opened(tmp_path, host_budget="64MiB") as run:  # the host has no tier: all of it is on the disk
         made = [full(number) for number in range(COUNT)]
 
-        def fails(copy: object, priority: int, done: Callable[..., None]) -> None:
-            done(penstock.SpillError("the disk is broken"), ())
+        def fails(copy: object, priority: int) -> None:
+            raise penstock.SpillError("the disk is broken")
 
         monkeypatch.setattr(run._device._copies._from_disk, "_carry_out", fails)
     away = [tensor for tensor in made if is_away(tensor)]

@@ -131,8 +131,8 @@ class Executor:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def submit(self, call: Callable[..., None], managed: ManagedStorage, done: Any) -> None:
-        self.world.held.append(Task(self.world, call, managed, done))
+    def submit(self, call: Callable[..., None], copy: Any) -> None:
+        self.world.held.append(Task(self.world, call, copy))
 
     def shutdown(self, wait: bool = True) -> None:
         if wait and any(isinstance(held, Task) for held in self.world.held):
@@ -142,25 +142,23 @@ class Executor:
 class Task:
     """Of the device's thread: `begin` does it, `end` tells."""
 
-    def __init__(self, world: World, call: Callable[..., None], managed: ManagedStorage, done: Any) -> None:
-        self.world, self.call, self.managed, self.done = world, call, managed, done
-        self.name = world.name_of(managed)
+    def __init__(self, world: World, call: Callable[..., None], copy: Any) -> None:
+        self.world, self.call, self.copy, self.tell = world, call, copy, copy.on_end
+        copy.on_end = lambda copy: None
+        self.name = world.name_of(copy.managed)
         self.label = world.label("task", self.name)
-        self.result: tuple[Any, ...] | None = None
-        self.fails = False
+        self.is_over = False
 
     def end(self, fails: bool) -> None:
-        if self.result is None:
-            self.call(self.managed, self._told)
+        if not self.is_over:
+            self.call(self.copy)
+            self.is_over = True
         else:
             self.world.held.remove(self)
-            self.done(*self.result)
-
-    def _told(self, *result: Any) -> None:
-        self.result = result
+            self.tell(self.copy)
 
     def key(self, extents: dict[int, int]) -> Hashable:
-        return "task", self.result is not None
+        return "task", self.is_over
 
 
 # -- the disk -----------------------------------------------------------------------------------

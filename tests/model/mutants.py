@@ -88,9 +88,9 @@ MUTANTS = [
         "nobody hears that a copy is over",
         "copies",
         "copy_engine",
-        "            self._error = self._error or error\n"
-        "        finally:\n            self._changed.notify_all()",
-        "            self._error = self._error or error",
+        "                self._error = self._error or error\n"
+        "            finally:\n                self._changed.notify_all()",
+        "                self._error = self._error or error",
         fast=True,
     ),
     Mutant(

@@ -15,9 +15,8 @@ import torch
 
 from penstock._native import DEMAND, PREFETCH
 from penstock.errors import PenstockError
-from penstock.runtime.devices import queues
-from penstock.runtime.devices.queues import Copy, StreamQueue
-from penstock.storage.extents import Extent
+from penstock.runtime.devices import Copy, queues
+from penstock.runtime.devices.queues import StreamQueue
 
 WAIT_S = 30.0
 
@@ -61,26 +60,21 @@ class _Copies:
             SimpleNamespace(profiler_range=lambda text: contextlib.nullcontext(), use_device=lambda: None),  # type: ignore[arg-type]
         )
 
-    def _issue(self, copy: Copy, stream: Any) -> tuple[_Event, _Event]:
+    def _issue(self, copy: Copy, stream: Any) -> None:
         if copy.size_bytes == 13:
             raise RuntimeError("the stream takes none of 13 bytes")
-        self.issued.put((copy.size_bytes, event := _Event()))
-        return _Event(), event
+        copy.begun, copy.over = _Event(), _Event()
+        self.issued.put((copy.size_bytes, copy.over))
 
     def put(self, size_bytes: int, priority: int = PREFETCH, at_once: bool = False) -> Copy:
-        def done(error: PenstockError | None, moved: Any) -> None:
+        def on_end(copy: Copy) -> None:
             self.reporters.append(threading.get_ident())
-            self.over.put((size_bytes, error))
+            self.over.put((size_bytes, copy.error))
 
-        copy = Copy(
-            SimpleNamespace(index=-1, kind=-1),  # type: ignore[arg-type]
-            torch.UntypedStorage(size_bytes),
-            Extent(0, size_bytes),
-            [],
-            done,
-            at_once=at_once,
-        )
-        self.queue.put(copy, priority)
+        managed = SimpleNamespace(index=-1, kind=-1, size_bytes=size_bytes)
+        copy = Copy(managed, torch.UntypedStorage(size_bytes), False, priority, on_end)  # type: ignore[arg-type]
+        copy.ready, copy.at_once = [], at_once
+        self.queue.put(copy)
         return copy
 
     def next_ends(self) -> int:

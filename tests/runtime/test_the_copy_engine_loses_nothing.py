@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError
 from penstock.runtime.copy_engine import CopyEngine
 from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage, Storages
-from tests.support.scripted import ScriptedDevice, content, fill, packed_size
+from tests.support.scripted import ScriptedDevice, content, fill, is_packed, packed_size
 
 BUDGET = 1000
 PIECE = 100
@@ -191,7 +191,7 @@ class Program(RuleBasedStateMachine):
         copies = {
             id(copy.managed): copy
             for copy in sorted(self.device.pending, key=lambda copy: not copy.out)
-            if not (copy.out and copy.packed)
+            if not (copy.out and is_packed(copy))
         }
         for number, managed in self.managed.items():
             storage, copy = self.alive[number], copies.get(id(managed))
@@ -204,7 +204,7 @@ class Program(RuleBasedStateMachine):
                 packed = self.device.packed.get(managed.key) or self.device.slots[managed.slot]
                 assert packed == self.expected[number]
                 assert (managed.state == COMING) == (copy is not None)
-                is_whole = copy is not None and not copy.packed
+                is_whole = copy is not None and not is_packed(copy)
                 assert storage.nbytes() == (managed.size_bytes if is_whole else 0)
             assert not managed.clean or self.device.slots[managed.slot] == self.expected[number]
 

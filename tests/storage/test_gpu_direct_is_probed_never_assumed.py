@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ import torch
 
 from penstock._native import DEMAND
 from penstock.core.log import log_once
-from penstock.errors import InvalidArgument, PenstockError, SpillError
+from penstock.errors import InvalidArgument, SpillError
 from penstock.options import IoOptions
-from penstock.runtime.devices import Done, Moved
+from penstock.runtime.devices import Copy, Moved
 from penstock.runtime.devices.direct import BOUNCE, SMALLEST_DIRECT_BYTES, Paths
-from penstock.runtime.devices.queues import Copy, Outcome
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.aligned import AlignedBuffer
 from penstock.storage.extents import Extent
@@ -339,43 +338,40 @@ class Runner:
         for _ in range(times):
             storage = torch.frombuffer(bytearray(DATA[:size_bytes]), dtype=torch.uint8).untyped_storage()
             block = self.paths.allocate(size_bytes)
-            error, moves = self.write(storage, block)
-            assert error is None
+            wrote = self.write(storage, block)
+            assert wrote.error is None
             target = torch.UntypedStorage(size_bytes)
-            error, more = self._moved(self.paths.read, target, block)
-            assert error is None
+            read = self._moved(False, target, block)
+            assert read.error is None
             if self.bounced == 0:
                 assert ctypes.string_at(target.data_ptr(), size_bytes) == DATA[:size_bytes]
-            moved += [*moves, *more]
+            moved += [*wrote.moved, *read.moved]
             self.space.release(block)
         return moved
 
-    def write(self, storage: torch.UntypedStorage, block: Extent, lasts: bool = False) -> Outcome:
-        return self._moved(self.paths.write, storage, block, lasts)
+    def write(self, storage: torch.UntypedStorage, block: Extent, lasts: bool = False) -> Copy:
+        return self._moved(True, storage, block, lasts)
 
-    def _moved(self, *what: Any) -> Outcome:
-        (outcome,) = self.begin(*what)
-        return outcome
+    def _moved(self, *what: Any) -> Copy:
+        (ended,) = self.begin(*what)
+        return ended
 
     def begin(
-        self, move: Callable[..., None], storage: torch.UntypedStorage, block: Extent, lasts: bool = False
-    ) -> list[Outcome]:
-        """Where the outcome is going to be."""
+        self, out: bool, storage: torch.UntypedStorage, block: Extent, lasts: bool = False
+    ) -> list[Copy]:
+        """Where the copy is going to be, when it has ended."""
         managed = ManagedStorage(storage, storage.nbytes(), lambda _: None)
         managed.persistent = lasts
-        ready = types.SimpleNamespace(synchronize=self._wait)
-        outcomes: list[Outcome] = []
+        ended: list[Copy] = []
+        copy = Copy(managed, storage, out, DEMAND, ended.append)
+        copy.block, copy.ready = block, [types.SimpleNamespace(synchronize=self._wait)]
+        self.paths.move(self, copy, DEMAND)  # type: ignore[arg-type]
+        return ended
 
-        def done(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            outcomes.append((error, moved))
-
-        move(self, Copy(managed, storage, block, [ready], done), DEMAND, done)
-        return outcomes
-
-    def start(self, copy: Copy, priority: int, done: Done) -> None:
+    def start(self, copy: Copy, priority: int) -> None:
         time.sleep(self.bounce_s)
         self.bounced += 1
-        done(None, [])
+        copy.then(copy)
 
     def drain(self) -> bool:
         return True
@@ -416,7 +412,7 @@ class Overlapping(Runner):
 
     def __init__(self, space: SpillSpace) -> None:
         super().__init__(space)
-        self.under_way: list[tuple[Done, int]] = []
+        self.under_way: list[tuple[Copy, int]] = []
         self.most = self.disturbed = self.observed = 0
         choice = self.paths.choice
         assert choice is not None
@@ -428,15 +424,15 @@ class Overlapping(Runner):
 
         choice.observe = observed  # type: ignore[method-assign]
 
-    def start(self, copy: Copy, priority: int, done: Done) -> None:
-        self.under_way.append((done, len(self.under_way)))
+    def start(self, copy: Copy, priority: int) -> None:
+        self.under_way.append((copy, len(self.under_way)))
         self.most = max(self.most, len(self.under_way))
 
     def drain(self) -> bool:
         while self.under_way:
-            done, others = self.under_way.pop(0)
+            copy, others = self.under_way.pop(0)
             before = self.observed
-            done(None, [])
+            copy.then(copy)
             self.disturbed += self.observed > before and others + len(self.under_way) > 0
         return True
 
@@ -452,7 +448,7 @@ def test_what_is_measured_has_its_direction_to_itself(
         runner = Overlapping(space)
         block, storage = space.allocate(64 << 10), torch.UntypedStorage(64 << 10)
         for _ in range(3 * MEASURED_EVERY):
-            runner.begin(runner.paths.write, storage, block)
+            runner.begin(True, storage, block)
         runner.drain()
         assert runner.most > MEASURED_EVERY // 2 and runner.observed > 6 and not runner.disturbed
 
@@ -537,8 +533,8 @@ def test_a_failed_transfer_is_reported_and_teaches_nothing(kvikio: StandIn, tmp_
         storage = torch.UntypedStorage(MIB)
         block = pinned.paths.allocate(MIB)
         kvikio.move_error = errno.ENOSPC
-        error, moved = pinned.write(storage, block)
-        assert isinstance(error, SpillError) and error.errno == errno.ENOSPC and not moved
+        wrote = pinned.write(storage, block)
+        assert isinstance(wrote.error, SpillError) and wrote.error.errno == errno.ENOSPC and not wrote.moved
         assert pinned.paths.choice is not None and not pinned.paths.choice.tables().entries
 
 

@@ -18,28 +18,10 @@ import torch
 from penstock._native import DeviceMemory
 from penstock.errors import PenstockError, SpillError, SpillSpaceFull
 from penstock.runtime.copy_engine import CopyEngine
-from penstock.runtime.devices import Copies, Done, Moved, Room
+from penstock.runtime.devices import Copies, Copy, Room
 from penstock.runtime.storages import AWAY, COMING, LEAVING, ManagedStorage
 
 MOST_QUESTIONS = 100_000
-
-
-class Pending:
-    """A copy that has begun.
-
-    packed   of packed bytes, which stay packed
-    """
-
-    def __init__(
-        self, out: bool, managed: ManagedStorage, storage: Any, done: Done, packed: bool = False
-    ) -> None:
-        self.out, self.managed, self.storage, self.done = out, managed, storage, done
-        self.packed = packed
-        self.size_bytes = packed_size(managed) if packed else managed.size_bytes
-
-
-class Packing(Pending):
-    """Packing that has begun."""
 
 
 class Slot(int):
@@ -87,7 +69,7 @@ class ScriptedDevice(Copies):
         self.random = random.Random(seed)
         self.trouble = trouble
         self.at_once = at_once
-        self.pending: list[Pending] = []
+        self.pending: list[Copy] = []
         self.slots: dict[Slot, bytes] = {}
         self.live: dict[Any, int] = {}  # bytes on the device, by key
         self.room = NoRoom(self.live)
@@ -135,10 +117,8 @@ class ScriptedDevice(Copies):
         )
         del self.slots[slot]
 
-    def pack(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, codec: str, itemsize: int, done: Done
-    ) -> None:
-        self._begin(Packing(True, managed, storage, done))
+    def pack(self, copy: Copy) -> None:
+        self._begin(copy)
 
     def _keep_packed(self, managed: ManagedStorage, data: bytes) -> None:
         self.packed[managed.key] = data
@@ -148,10 +128,12 @@ class ScriptedDevice(Copies):
         if self.packed.pop(managed.key, None) is not None:
             del self.live["packed", managed.key]
 
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        packed = managed.writing_packed
-        assert packed or storage.nbytes() == managed.size_bytes, "copied out, and not there"
-        self._begin(Pending(True, managed, storage, done, packed))
+    def copy_out(self, copy: Copy) -> None:
+        packed, storage = copy.managed.writing_packed, copy.storage
+        assert packed or (storage and storage.nbytes() == copy.managed.size_bytes), (
+            "copied out, and not there"
+        )
+        self._begin(copy, packed)
 
     def prepare_copy_in(
         self, managed: ManagedStorage, storage: torch.UntypedStorage, packed: bool = False, waits: bool = True
@@ -171,19 +153,20 @@ class ScriptedDevice(Copies):
             self.poll()
         return True
 
-    def copy_in(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
-    ) -> None:
+    def copy_in(self, copy: Copy) -> None:
+        managed = copy.managed
         packed = managed.key in self.stays_packed
         expands = managed.key in self.packed or self.memory.in_arena
         assert packed or expands or not managed.slot.packed_bytes, "copied in whole, and its copy is packed"
-        self._begin(Pending(False, managed, storage, done, packed))
+        self._begin(copy, packed)
 
-    def _begin(self, copy: Pending) -> None:
+    def _begin(self, copy: Copy, packed: bool = False) -> None:
         if self._in_trouble():
             raise SpillError("the copy cannot begin")
         others = [other for other in self.pending if other.managed is copy.managed]
-        assert all(other.out and other.packed and not copy.out for other in others), "two copies at once"
+        assert all(other.out and is_packed(other) and not copy.out for other in others), "two copies at once"
+        if packed:
+            copy.size_bytes = packed_size(copy.managed)
         self.pending.append(copy)
         if self.random.random() < self.at_once:
             self.finish(copy)
@@ -225,12 +208,13 @@ class ScriptedDevice(Copies):
         while self.pending and self.random.random() < self.at_once:
             self.finish(self.random.choice(self.pending))
 
-    def finish(self, copy: Pending, error: PenstockError | None = None) -> None:
+    def finish(self, copy: Copy, error: PenstockError | None = None) -> None:
         """The copy is over; on this thread."""
         self.pending.remove(copy)
-        managed, storage = copy.managed, copy.storage
+        managed, storage, packed = copy.managed, copy.storage, is_packed(copy)
         copy.storage = None
-        if isinstance(copy, Packing):
+        assert storage is not None
+        if copy.codec[0] != "raw":
             fits = self.engine is None or (
                 sum(self.live.values()) + packed_size(managed) <= self.engine.budget_bytes
             )
@@ -238,24 +222,26 @@ class ScriptedDevice(Copies):
                 self._keep_packed(managed, content(storage))
                 managed.packed_bytes = packed_size(managed)
             del storage
-            copy.done(None, [])
+            copy.on_end(copy)
             if not managed.packed_bytes:
                 self.drop_packed(managed)
             return
         damage = b"\xa5" * managed.size_bytes
         if copy.out:
-            data = self.packed.get(managed.key, damage) if copy.packed else content(storage)
+            data = self.packed.get(managed.key, damage) if packed else content(storage)
             self.slots[managed.slot] = data if error is None else damage
-            managed.slot.packed_bytes = packed_size(managed) if copy.packed and error is None else 0
-        elif copy.packed:
+            managed.slot.packed_bytes = packed_size(managed) if packed and error is None else 0
+        elif packed:
             self.packed[managed.key] = self.slots[managed.slot] if error is None else damage
         else:
             data = self.packed.get(managed.key, self.slots[managed.slot])
             fill(storage, data if error is None else damage)
         del storage
-        moved = [Moved("disk_write" if copy.out else "disk_read", 0.0, 1.0, managed.index, copy.size_bytes)]
-        copy.done(error, moved if error is None else [])
-        if copy.out and copy.packed and managed.state != COMING and not managed.packed_bytes:
+        copy.error = error
+        if error is None:
+            copy.moved = (copy.moved_over("disk_write" if copy.out else "disk_read", 0.0, 1.0),)
+        copy.on_end(copy)
+        if copy.out and packed and managed.state != COMING and not managed.packed_bytes:
             self.drop_packed(managed)
 
     @contextlib.contextmanager
@@ -279,6 +265,11 @@ class ScriptedDevice(Copies):
             finally:
                 stop.set()
         thread.join()
+
+
+def is_packed(copy: Copy) -> bool:
+    """Whether it is of packed bytes, which stay packed."""
+    return copy.size_bytes < copy.managed.size_bytes
 
 
 def packed_size(managed: ManagedStorage) -> int:

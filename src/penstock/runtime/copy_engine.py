@@ -10,18 +10,16 @@ One file, since it is one state machine, which tests/model runs in every order.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock._native import DEMAND, EVICT, PREFETCH
 from penstock.errors import BudgetTooSmall, PenstockError, SpillError, SpillSpaceFull
-from penstock.runtime.devices import Copies, Moved, Slot
+from penstock.runtime.devices import Copies, Copy, Moved, Slot
 from penstock.runtime.storages import AWAY, COMING, DROPPED, LEAVING, RESIDENT, ManagedStorage
 from penstock.units import format_bytes_up, format_seconds
 
@@ -43,25 +41,6 @@ class Wait(NamedTuple):
     finished_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _CopyInFlight:
-    """A copy that is under way, or a compression.
-
-    in_flight   where its bytes count, by tier
-    over        called at its end, with the copy and the error
-    priority    DEMAND: it goes before those that wait for their turn
-    waited_on   kernels wait for it on the device, and here it is over
-    """
-
-    managed: ManagedStorage
-    in_flight: Counter[str]
-    tier: str
-    size_bytes: int
-    over: Callable[[_CopyInFlight, PenstockError | None], None]
-    priority: int
-    waited_on: bool = False
-
-
 class CopyEngine:
     """Moves storages by order of the schedule, or of need.
 
@@ -79,6 +58,7 @@ class CopyEngine:
     prefetches        that wait for room
     unpinned_later    to be released when the kernels that use them are over
     freeing_bytes     of what is leaving, and released when its copy is complete
+    waitable          copies under way that kernels may wait for, the first to begin first
     """
 
     def __init__(
@@ -111,8 +91,7 @@ class CopyEngine:
         self.unpinned_later: list[ManagedStorage] = []
         self._is_starting = False
         self._completions = 0
-        # That kernels may wait for, the first to begin first.
-        self._waitable: dict[ManagedStorage, _CopyInFlight] = {}
+        self.waitable: dict[ManagedStorage, Copy] = {}
         # Of the prefetch that the device had no memory for: bytes, and the device's bytes in use then.
         self._refused: tuple[int, int] | None = None
         self._error: PenstockError | None = None
@@ -198,10 +177,10 @@ class CopyEngine:
             self._queue(managed)
             self._start_copies()
             return
-        packed = functools.partial(self._on_packed, writes)
-        copy = self._add_in_flight(managed, self._out, managed.size_bytes, packed)
+        copy = self._new_copy(managed, True, managed.size_bytes, self._on_packed)
+        copy.codec, copy.writes = (codec, packs), writes
         try:
-            self._device.pack(managed, storage, codec, packs, functools.partial(self._on_copy_end, copy))
+            self._device.pack(copy)
         except BaseException:
             self._remove_in_flight(copy)
             self._cancel_eviction(managed)
@@ -221,9 +200,9 @@ class CopyEngine:
             managed.state = AWAY if managed.swapped_out else RESIDENT
         managed.kept_alive = None
 
-    def _on_packed(self, writes: bool, copy: _CopyInFlight, _: PenstockError | None) -> None:
+    def _on_packed(self, copy: Copy, _: PenstockError | None) -> None:
         """It is compressed, on the device, and leaves with that, or it was not worth it."""
-        managed = copy.managed
+        managed, writes = copy.managed, copy.writes
         storage, packed_bytes, managed.packed_bytes = managed.kept_alive, managed.packed_bytes, 0
         assert storage is not None
         leaves = packed_bytes and managed.freeing_bytes and not managed.copy_invalid and not managed.pins
@@ -262,7 +241,7 @@ class CopyEngine:
         self.memory.reserved_bytes -= managed.packed_bytes
         managed.packed_bytes = 0
 
-    def _on_packed_written(self, copy: _CopyInFlight, error: PenstockError | None) -> None:
+    def _on_packed_written(self, copy: Copy, error: PenstockError | None) -> None:
         """Packed bytes are in the slot. Where that failed they stay on the device."""
         managed = copy.managed
         release = managed.freeing_bytes > 0
@@ -368,58 +347,70 @@ class CopyEngine:
         managed.clean = False
         self._device.will_write(managed)
 
-    def _add_in_flight(
+    def _new_copy(
         self,
         managed: ManagedStorage,
-        in_flight: Counter[str],
+        out: bool,
         size_bytes: int,
-        over: Callable[[_CopyInFlight, PenstockError | None], None],
+        finish: Callable[[Copy, PenstockError | None], None],
         priority: int = EVICT,
         kernels_may_wait: bool = False,
-    ) -> _CopyInFlight:
-        copy = _CopyInFlight(managed, in_flight, self._tier(managed), size_bytes, over, priority)
-        in_flight[copy.tier] += size_bytes
+    ) -> Copy:
+        storage = managed.kept_alive
+        assert storage is not None
+        copy = Copy(managed, storage, out, priority, self.on_copy_end)
+        copy.in_flight_bytes, copy.tier, copy.finish = size_bytes, self._tier(managed), finish
+        (self._out if out else self._in)[copy.tier] += size_bytes
         if kernels_may_wait:
-            self._waitable[managed] = copy
+            self.waitable[managed] = copy
         return copy
 
-    def _remove_in_flight(self, copy: _CopyInFlight) -> None:
+    def _remove_in_flight(self, copy: Copy) -> None:
         """It has ended, or could not begin."""
-        copy.in_flight[copy.tier] -= copy.size_bytes
-        if self._waitable.get(copy.managed) is copy:
-            del self._waitable[copy.managed]
+        (self._out if copy.out else self._in)[copy.tier] -= copy.in_flight_bytes
+        if self.waitable.get(copy.managed) is copy:
+            del self.waitable[copy.managed]
 
-    def _on_copy_end(self, copy: _CopyInFlight, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    def on_copy_end(self, copy: Copy) -> None:
         """The host has seen the copy end."""
+        copy.storage = None  # it may be freed now
         with self.lock:
             self._remove_in_flight(copy)
             if copy.waited_on:
-                self._error = self._error or error  # what kernels have read since is anything
+                self._error = self._error or copy.error  # what kernels have read since is anything
             else:
-                copy.over(copy, error)
-            self._finish(moved)
+                copy.finish(copy, copy.error)
+            self.moved.extend(copy.moved)
+            self._completions += 1
+            try:
+                if self._evictions or self.prefetches:
+                    self._start_copies(here=False)
+            except PenstockError as error:
+                self._error = self._error or error
+            finally:
+                self._changed.notify_all()
 
     def _make_kernels_wait(self, managed: ManagedStorage) -> bool:
         """Have kernels wait on the device for a copy. Those of its direction that come before it are over
         then, too. False: it takes the host."""
-        copy = self._waitable.get(managed)
+        copy = self.waitable.get(managed)
         if copy is None:
             return False
         if copy.priority != DEMAND:
             state = managed.state
-            before = itertools.takewhile(lambda other: other is not managed, self._waitable)
+            before = itertools.takewhile(lambda other: other is not copy, self.waitable.values())
             for other in list(before):
-                if other.state == state and self._device.make_kernels_wait(other):
+                if other.managed.state == state and self._device.make_kernels_wait(other):
                     self._on_end_for_kernels(other)
-        if not self._device.make_kernels_wait(managed):
+        if not self._device.make_kernels_wait(copy):
             return False
-        self._on_end_for_kernels(managed)
+        self._on_end_for_kernels(copy)
         return True
 
-    def _on_end_for_kernels(self, managed: ManagedStorage) -> None:
-        copy = self._waitable.pop(managed)
+    def _on_end_for_kernels(self, copy: Copy) -> None:
+        del self.waitable[copy.managed]
         copy.waited_on = True
-        copy.over(copy, None)
+        copy.finish(copy, None)
 
     def leave_now(self, managed: ManagedStorage) -> bool:
         """Have it leave, and its memory back, also where it is just coming: kernels wait for the copies on
@@ -438,7 +429,7 @@ class CopyEngine:
         """Of those that give their memory back, the one that is first to be over."""
         leaving = [
             managed
-            for managed in self._waitable
+            for managed in self.waitable
             if managed.state == LEAVING
             and managed.freeing_bytes
             and not managed.copy_invalid
@@ -456,7 +447,7 @@ class CopyEngine:
         self._wait()
         return True
 
-    def _on_copied_out(self, copy: _CopyInFlight, error: PenstockError | None) -> None:
+    def _on_copied_out(self, copy: Copy, error: PenstockError | None) -> None:
         managed = copy.managed
         release = managed.freeing_bytes > 0
         self._unmark_released(managed)
@@ -558,11 +549,9 @@ class CopyEngine:
         managed.kept_alive = storage
         self.memory.reserved_bytes += size_bytes
         kernels_may_wait = size_bytes == managed.size_bytes
-        copy = self._add_in_flight(
-            managed, self._in, size_bytes, self._on_copied_in, priority, kernels_may_wait
-        )
+        copy = self._new_copy(managed, False, size_bytes, self._on_copied_in, priority, kernels_may_wait)
         try:
-            self._device.copy_in(managed, storage, priority, functools.partial(self._on_copy_end, copy))
+            self._device.copy_in(copy)
         except BaseException:
             self._remove_in_flight(copy)
             managed.state = AWAY
@@ -587,7 +576,7 @@ class CopyEngine:
             return managed.size_bytes
         return (managed.slot is not None and managed.slot.packed_bytes) or managed.size_bytes
 
-    def _on_copied_in(self, copy: _CopyInFlight, error: PenstockError | None) -> None:
+    def _on_copied_in(self, copy: Copy, error: PenstockError | None) -> None:
         managed = copy.managed
         storage = managed.kept_alive
         assert storage is not None
@@ -598,8 +587,8 @@ class CopyEngine:
                 clean = self._device.finish_copy_in(managed, storage)
                 if managed.packed_bytes:  # and expanded now
                     self._packed_gone(managed)
-                if clean and copy.size_bytes < managed.size_bytes:
-                    managed.packed_bytes = copy.size_bytes
+                if clean and copy.in_flight_bytes < managed.size_bytes:
+                    managed.packed_bytes = copy.in_flight_bytes
                 is_away = clean is None or managed.packed_bytes or managed.swapped_out
                 managed.state = AWAY if is_away else RESIDENT
                 managed.clean = managed.clean if clean is None else clean
@@ -732,9 +721,10 @@ class CopyEngine:
             return
         self._is_starting = True
         try:
-            if here or self.memory.in_arena:
+            if self.prefetches and (here or self.memory.in_arena):
                 self._start_prefetches()
-            self._start_evictions()
+            if self._evictions:
+                self._start_evictions()
         finally:
             self._is_starting = False
 
@@ -797,29 +787,15 @@ class CopyEngine:
                 continue
             del self._evictions[place]
             managed.queued = False
-            storage = managed.kept_alive
-            assert storage is not None
-            over = self._on_packed_written if managed.writing_packed else self._on_copied_out
-            copy = self._add_in_flight(
-                managed, self._out, size_bytes, over, kernels_may_wait=not managed.writing_packed
-            )
+            raw = not managed.writing_packed
+            finish = self._on_copied_out if raw else self._on_packed_written
+            copy = self._new_copy(managed, True, size_bytes, finish, kernels_may_wait=raw)
             try:
-                self._device.copy_out(managed, storage, functools.partial(self._on_copy_end, copy))
+                self._device.copy_out(copy)
             except BaseException:
                 self._remove_in_flight(copy)
                 self._cancel_eviction(managed)
                 raise
-
-    def _finish(self, moved: Sequence[Moved]) -> None:
-        self.moved.extend(moved)
-        self._completions += 1
-        try:
-            if self._evictions or self.prefetches:
-                self._start_copies(here=False)
-        except PenstockError as error:
-            self._error = self._error or error
-        finally:
-            self._changed.notify_all()
 
     def _wait(self) -> None:
         """Until a copy completes. Raises what went wrong, or SpillError where none completes in time."""

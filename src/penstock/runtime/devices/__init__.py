@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.kernel_times import Timed
 from penstock.runtime.storages import ManagedStorage, Storages
 from penstock.storage.aligned import AlignedBuffer
+from penstock.storage.extents import Extent
 
 if TYPE_CHECKING:
     from penstock.runtime.copy_engine import CopyEngine
@@ -41,7 +42,82 @@ class Moved(NamedTuple):
     kind: int = -1
 
 
-Done = Callable[[PenstockError | None, Sequence[Moved]], None]
+class Copy:
+    """One copy of a storage between the device and a tier below it, or one compression or expansion.
+
+    Who wants it makes it: the engine, which counts it until it ends. The device carries it out, keeps here
+    what it needs for that, and at the end sets `error` and `moved` and calls `on_end`, once, on any thread.
+
+    storage    whose bytes are copied; referenced until the end
+    out        out of the device, or back
+    priority   DEMAND, PREFETCH or EVICT: as it was asked for
+    moved      what crossed which link, and when
+
+    Of the engine:
+
+    in_flight_bytes, tier   what it counts, and where
+    finish      called at the end, with the copy and its error; before that, where kernels wait for the copy
+    waited_on   kernels wait for it, on the device: to the program it is over
+    codec       of a compression: a key of penstock.codecs.CODECS, and bytes of an element
+    writes      of a compression: what it makes is copied out, too
+
+    Of a device:
+
+    then         called in place of `on_end`, which it calls
+    slot, block  where the copy lies
+    size_bytes   that are copied, from byte ``begin`` of the storage on
+    loan         of the arena's: while it is written from there
+    ready        events to wait for: of kernels that write the content, or used the target memory. They can be
+                 reused at the end
+    joinable     kernels may wait for it, on the device
+    at_once      a thread waits for its end, whether the program polls or not
+    waits        it has not begun, or was not issued to a stream yet
+    begun, over  events at its begin and its end, once it was
+    left         chunks that have not ended, where it is copied in several
+    """
+
+    error: PenstockError | None = None
+    moved: Sequence[Moved] = ()
+
+    in_flight_bytes = 0
+    tier = ""
+    finish: Callable[[Copy, PenstockError | None], None]
+    waited_on = False
+    codec: tuple[str, int] = "raw", 0
+    writes = True
+
+    slot: Any = None
+    block: Extent
+    begin = loan = left = 0
+    joinable = False
+    ready: list[Any]
+    at_once = False
+    waits = True
+    begun: Any = None
+    over: Any = None
+
+    def __init__(
+        self,
+        managed: ManagedStorage,
+        storage: torch.UntypedStorage,
+        out: bool,
+        priority: int,
+        on_end: Callable[[Copy], None],
+    ) -> None:
+        self.managed = managed
+        self.storage: torch.UntypedStorage | None = storage
+        self.size_bytes = managed.size_bytes
+        self.out = out
+        self.priority = priority
+        self.on_end = self.then = on_end
+
+    def wait(self) -> None:
+        """Block the host until the copy may begin."""
+        for event in self.ready:
+            event.synchronize()
+
+    def moved_over(self, link: str, started_s: float, finished_s: float) -> Moved:
+        return Moved(link, started_s, finished_s, self.managed.index, self.size_bytes, self.managed.kind)
 
 
 class Slot(Protocol):
@@ -147,14 +223,12 @@ class Copies(Protocol):
     def free_slot(self, managed: ManagedStorage, slot: Any) -> None:
         """Give the space of a copy back. No copy is under way."""
 
-    def pack(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, codec: str, itemsize: int, done: Done
-    ) -> None:
-        """Compress the bytes into device memory that counts, by the codec. At ``done``, on any thread,
+    def pack(self, copy: Copy) -> None:
+        """Compress the bytes into device memory that counts, by the codec. At the end
         `ManagedStorage.packed_bytes` is what that takes: 0 where it saves nothing, or there is no room. Where
-        it is 0 afterwards, the packed bytes are given up."""
+        it is 0 after `on_end`, the packed bytes are given up."""
 
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+    def copy_out(self, copy: Copy) -> None:
         """Copy the bytes to the slot, or where it is `writing_packed` those that `pack` made. A write
         meanwhile is noticed, and sets `copy_invalid`, or is announced by `will_write`."""
 
@@ -173,18 +247,16 @@ class Copies(Protocol):
         """
         ...
 
-    def copy_in(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
-    ) -> None:
+    def copy_in(self, copy: Copy) -> None:
         """Copy the slot's bytes to the memory that `prepare_copy_in` took, or expand what is packed there."""
 
     def raise_priority(self, managed: ManagedStorage) -> None:
         """A kernel waits for the copy back that is under way."""
         return
 
-    def make_kernels_wait(self, managed: ManagedStorage) -> bool:
-        """Let what kernels do from now on wait, on the device, for the copy of the storage that is under way:
-        to the program it is over then. False: the host has to wait for it."""
+    def make_kernels_wait(self, copy: Copy) -> bool:
+        """Let what kernels do from now on wait, on the device, for the copy, which is under way: to the
+        program it is over then. False: the host has to wait for it."""
         return False
 
     def finish_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:

@@ -43,7 +43,7 @@ import torch
 from penstock._native import DEMAND, DeviceMemory
 from penstock.core.trace import Trace
 from penstock.errors import InvalidArgument, PenstockError
-from penstock.runtime.devices import Device, Done, Moved
+from penstock.runtime.devices import Copy, Device
 from penstock.runtime.devices.compaction import Compaction
 from penstock.runtime.devices.copies import AcceleratorSlot, CopyQueues, Events, as_bytes
 from penstock.runtime.devices.driver import Driver
@@ -293,49 +293,50 @@ class AcceleratorDevice(Device):
     def free_slot(self, managed: ManagedStorage, slot: AcceleratorSlot) -> None:
         self._copies.free_slot(slot)
 
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
-        slot: AcceleratorSlot = managed.slot
-        if managed.writing_packed:  # the host has seen the packing complete
-            packed = self._packing.packed[managed.key]
-            slot.codec, slot.packed_bytes = packed.codec, packed.content.nbytes()
-
-            def written(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-                with self.engine.lock:
-                    done(error, moved)
-                    if managed.state != COMING and not managed.packed_bytes:
-                        self._packing.drop(managed)
-
-            self._copies.begin(True, managed, packed.content, [], written)
+    def copy_out(self, copy: Copy) -> None:
+        slot: AcceleratorSlot = copy.managed.slot
+        if copy.managed.writing_packed:  # the host has seen the packing complete
+            packed = self._packing.packed[copy.managed.key]
+            copy.storage, copy.size_bytes = packed.content, packed.content.nbytes()
+            copy.ready, copy.on_end = [], self._on_packed_written
+            slot.codec, slot.packed_bytes = packed.codec, copy.size_bytes
+            self._copies.begin(copy)
         else:
             # On any thread: what it waits for is what the program has launched, not this thread.
-            ready = [self._events.record(stream) for stream in self.streams]
+            copy.ready = [self._events.record(stream) for stream in self.streams]
             slot.codec, slot.packed_bytes = ("raw", 0), 0
-            self._copies.begin(True, managed, storage, ready, done, kernels_may_wait=True)
+            self._copies.begin(copy, kernels_may_wait=True)
 
-    def copy_in(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
-    ) -> None:
-        ready = [self._events.record(managed.owner_stream)]
+    def _on_packed_written(self, copy: Copy) -> None:
+        managed = copy.managed
+        with self.engine.lock:
+            self.engine.on_copy_end(copy)
+            if managed.state != COMING and not managed.packed_bytes:
+                self._packing.drop(managed)
+
+    def copy_in(self, copy: Copy) -> None:
+        managed, storage = copy.managed, copy.storage
+        assert storage is not None
+        copy.ready = [self._events.record(managed.owner_stream)]
         packed = self._packing.packed.get(managed.key)
         if packed is None:
-            self._copies.begin(False, managed, storage, ready, done, kernels_may_wait=True, priority=priority)
+            self._copies.begin(copy, kernels_may_wait=True)
         elif held_bytes(storage):
-            self._packing.expand(managed, storage, ready, priority, done)
+            self._packing.expand(copy)
         else:
-            self._copies.begin(False, managed, packed.content, ready, done, priority=priority)
+            copy.storage, copy.size_bytes = packed.content, packed.content.nbytes()
+            self._copies.begin(copy)
 
-    def make_kernels_wait(self, managed: ManagedStorage) -> bool:
-        return self._copies.make_kernels_wait(managed)
+    def make_kernels_wait(self, copy: Copy) -> bool:
+        return self._copies.make_kernels_wait(copy)
 
     def raise_priority(self, managed: ManagedStorage) -> None:
         self._copies.raise_priority(managed)
         self._packing.raise_priority(managed)
 
-    def pack(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, codec: str, itemsize: int, done: Done
-    ) -> None:
-        ready = [self._events.record(stream) for stream in self.streams]
-        self._packing.pack(managed, storage, codec, itemsize, ready, done)
+    def pack(self, copy: Copy) -> None:
+        copy.ready = [self._events.record(stream) for stream in self.streams]
+        self._packing.pack(copy)
 
     # -- kernels -------------------------------------------------------------------------------
 
@@ -420,14 +421,14 @@ class AcceleratorDevice(Device):
         storage = managed.storage()
         if storage is None:
             return True
-        over: queue.SimpleQueue[PenstockError | None] = queue.SimpleQueue()
+        over: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         is_compressed = managed.key not in self._packing.packed and managed.slot.packed_bytes > 0
         try:
             for packed in (True, False) if is_compressed else (False,):  # it is fetched, and then expanded
                 if not self.prepare_copy_in(managed, storage, packed):
                     return False
-                self.copy_in(managed, storage, DEMAND, lambda error, _: over.put(error))
-                if (error := over.get()) is not None:
+                self.copy_in(Copy(managed, storage, False, DEMAND, over.put))
+                if (error := over.get().error) is not None:
                     self.cancel_copy_in(managed, storage)
                     raise error
             self.engine.came_back_unasked(managed, clean=False)

@@ -141,7 +141,7 @@ class Compaction:
                 return False
             for managed in move:
                 address = managed.segment_address
-                if not self._move(segment, managed) or not self._hold(segment, held, address):
+                if not self._move(engine, segment, managed) or not self._hold(segment, held, address):
                     return False
             return True
         finally:
@@ -169,7 +169,7 @@ class Compaction:
             for taken, _ in strays:
                 segment.give_up(taken)
 
-    def _move(self, segment: DeviceSegment, managed: ManagedStorage) -> bool:
+    def _move(self, engine: CopyEngine, segment: DeviceSegment, managed: ManagedStorage) -> bool:
         storage = managed.kept_alive or managed.storage()
         if storage is None or not segment.fits([managed.size_bytes]):
             return False
@@ -178,7 +178,8 @@ class Compaction:
             def moved() -> Any:
                 return self._events.record(managed.owner_stream) if self._resize(managed, storage) else None
 
-            if not self._copies.change(managed, moved):
+            copy = engine.waitable.get(managed)
+            if copy is None or not self._copies.change(copy, moved):
                 return False
         elif managed.state != RESIDENT or not self._resize(managed, storage):
             return False

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from penstock._native import DEMAND, EVICT
-from penstock.errors import PenstockError
-from penstock.runtime.devices import Done, Moved
+from penstock._native import DEMAND
+from penstock.runtime.devices import Copy
 from penstock.runtime.devices.direct import Paths
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.devices.pinned import PinnedSlab
-from penstock.runtime.devices.queues import Copy, CopyQueue, StreamQueue
+from penstock.runtime.devices.queues import CopyQueue, StreamQueue
 from penstock.runtime.devices.staging import Staging
 from penstock.runtime.storages import ManagedStorage
 from penstock.storage.extents import Extent
@@ -104,7 +103,7 @@ class CopyQueues:
                 f"penstock-host-{name}",
                 link,
                 driver.make_stream(),
-                functools.partial(self._issue, name == "out"),
+                self._issue,
                 self._times.free.append,
                 driver,
             )
@@ -117,20 +116,16 @@ class CopyQueues:
         self._to_disk, self._from_disk = (
             CopyQueue(
                 f"penstock-disk-{name}",
-                functools.partial(move, staged),
+                functools.partial(self.paths.move, staged),
                 driver,
                 staged.wait_for_room,
             )
-            for name, move, staged in (
-                ("out", self.paths.write, self._staged_out),
-                ("in", self.paths.read, self._staged_in),
-            )
+            for name, staged in (("out", self._staged_out), ("in", self._staged_in))
         )
-        # By key: the copy of it as it is, which kernels may wait for if it is to or from the host.
-        self._waitable: dict[int, tuple[CopyQueue | StreamQueue, Copy]] = {}
-        self._waited_on: set[Any] = set()  # events of those that they wait for
+        self._waited_on: set[Any] = set()  # events of the copies that kernels wait for
         self._programs: set[int] = set()  # threads that have polled
-        self._lock = threading.Lock()  # both, and how many copies use a block of the slab
+        # Of that, of which copies they may wait for, and of how many use a block of the slab.
+        self._lock = threading.Lock()
 
     def reserve(self, size_bytes: int, tier: str) -> AcceleratorSlot:
         block = self.slab.try_allocate(size_bytes) if tier == "host" else None
@@ -147,78 +142,64 @@ class CopyQueues:
         else:
             self._spill.release(slot.block)
 
-    def begin(
-        self,
-        out: bool,
-        managed: ManagedStorage,
-        content: torch.UntypedStorage,
-        ready: list[Any],
-        done: Done,
-        *,
-        kernels_may_wait: bool = False,
-        priority: int = EVICT,
-    ) -> None:
+    def begin(self, copy: Copy, *, kernels_may_wait: bool = False) -> None:
         """Copy a storage's content, as it is or packed, to its slot, or back.
 
-        ready              events after which it may begin
         kernels_may_wait   for it, on the device, if it is to or from the host
         """
-        slot: AcceleratorSlot = managed.slot
-        queues = (self._from_host, self._to_host) if slot.tier == "host" else (self._from_disk, self._to_disk)
-
-        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            with self._lock:
-                if self._waitable.get(managed.key) == waitable:
-                    del self._waitable[managed.key]
-                    managed.copy_pending = False
-                self._waited_on.discard(copy.over)
-                self._copy_over(slot)
-            self._events.free.extend(ready)
-            done(error, moved)
-
-        copy = Copy(managed, content, slot.block, ready, over)
-        waitable = queues[out], copy
+        slot: AcceleratorSlot = copy.managed.slot
+        copy.slot, copy.block, copy.then = slot, slot.block, self._on_copy_end
         with self._lock:
             slot.copies += 1
-            managed.copy_pending = kernels_may_wait
+            copy.joinable = copy.managed.copy_pending = kernels_may_wait
             try:
-                waitable[0].put(copy, priority)
+                self._queue(copy).put(copy)
             except BaseException:
-                self._copy_over(slot)
-                managed.copy_pending = False
+                self._leave_slot(slot)
+                copy.joinable = copy.managed.copy_pending = False
                 raise
-            if kernels_may_wait:
-                self._waitable[managed.key] = waitable
 
-    def _copy_over(self, slot: AcceleratorSlot) -> None:
+    def _queue(self, copy: Copy) -> CopyQueue | StreamQueue:
+        if copy.slot.tier == "host":
+            return self._to_host if copy.out else self._from_host
+        return self._to_disk if copy.out else self._from_disk
+
+    def _on_copy_end(self, copy: Copy) -> None:
+        with self._lock:
+            if copy.joinable:
+                copy.joinable = copy.managed.copy_pending = False
+            self._waited_on.discard(copy.over)
+            self._leave_slot(copy.slot)
+        self._events.free.extend(copy.ready)
+        copy.on_end(copy)
+
+    def _leave_slot(self, slot: AcceleratorSlot) -> None:
         slot.copies -= 1
         if slot.is_freed and not slot.copies:
             self.slab.release(slot.block)
 
-    def make_kernels_wait(self, managed: ManagedStorage) -> bool:
-        """Make kernels wait for the storage's copy. False: there is no copy that they can wait for."""
+    def make_kernels_wait(self, copy: Copy) -> bool:
+        """Make kernels wait for the copy. False: they cannot."""
+        managed = copy.managed
         with self._lock:
-            waitable = self._waitable.get(managed.key)
-            if waitable is None:
+            if not copy.joinable:
                 return False
-            waiting, copy = waitable
-            event = waiting.issue_now(copy)
-            if event is None:  # it is to or from the disk, or failed, as `done` reports
+            event = self._queue(copy).issue_now(copy)
+            if event is None:  # it is to or from the disk, or failed, as it reports
                 return False
-            del self._waitable[managed.key]
+            copy.joinable = False
             self._waited_on.add(event)
             copy.storage = None  # memory freed from now on is freed behind the copy
             for stream in {*self.streams, managed.owner_stream}:
                 stream.wait_event(event)
         return True
 
-    def change(self, managed: ManagedStorage, change: Callable[[], Any]) -> bool:
-        """Call ``change`` before the storage's copy is issued, and make the copy wait for the event that it
-        returns. False: there is no such copy, or it was issued already."""
+    def change(self, copy: Copy, change: Callable[[], Any]) -> bool:
+        """Call ``change`` before the copy begins, and make the copy wait for the event that it returns.
+        False: it has begun."""
         with self._lock:
-            waitable = self._waitable.get(managed.key)
-            managed.copy_pending = waitable is not None and waitable[0].add_wait(waitable[1], change)
-            return managed.copy_pending
+            copy.managed.copy_pending = copy.joinable and self._queue(copy).add_wait(copy, change)
+            return copy.managed.copy_pending
 
     @property
     def has_backlog(self) -> bool:
@@ -255,15 +236,15 @@ class CopyQueues:
             each.close(timeout_s)
         self.slab.close()
 
-    def _issue(self, out: bool, copy: Copy, stream: Any) -> tuple[Any, Any]:
-        """Issue a copy between device and host. Returns the events at its begin and its end."""
-        content = self._contents[out]
+    def _issue(self, copy: Copy, stream: Any) -> None:
+        """Issue a copy between device and host."""
+        content = self._contents[copy.out]
         content.set_(copy.storage, copy.begin, (copy.size_bytes,), (1,))
         try:
             host = self.slab.tensor(copy.block, copy.size_bytes)
-            begun = self._times.record(stream)
-            self._driver.copy(*((host, content) if out else (content, host)), stream)
-            return begun, self._times.record(stream)
+            copy.begun = self._times.record(stream)
+            self._driver.copy(*((host, content) if copy.out else (content, host)), stream)
+            copy.over = self._times.record(stream)
         finally:
             content.set_()  # else it kept the storage alive
 

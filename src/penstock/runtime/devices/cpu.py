@@ -27,13 +27,12 @@ from penstock._native import PREFETCH
 from penstock.errors import (
     BudgetTooSmall,
     DeviceUnavailable,
-    PenstockError,
     SpillError,
     SpillSpaceFull,
     with_errno,
 )
 from penstock.runtime import arena
-from penstock.runtime.devices import Device, Done, Moved, Room
+from penstock.runtime.devices import Copy, Device, Moved, Room
 from penstock.runtime.devices.meters import ArenaMeter
 from penstock.runtime.storage_methods import resize
 from penstock.runtime.storages import AWAY, COMING, LEAVING, RESIDENT, ManagedStorage
@@ -65,12 +64,9 @@ class CpuSlot:
     packing   of the copy, which ends where the storage's pages do where it is packed
     """
 
+    tier: str
     extent: Extent
     packing: _native.Packing = RAW
-
-    @property
-    def tier(self) -> str:
-        return _tier(self.extent)
 
     @property
     def packed_bytes(self) -> int:
@@ -233,8 +229,9 @@ class CpuDevice(Device):
     # -- copies --------------------------------------------------------------------------------
 
     def reserve(self, managed: ManagedStorage, tier: str) -> Any:
-        extent = self.spill.try_allocate_host(managed.size_bytes) if tier == "host" else None
-        return CpuSlot(extent or self.spill.allocate(managed.size_bytes))
+        if tier == "host" and (extent := self.spill.try_allocate_host(managed.size_bytes)) is not None:
+            return CpuSlot("host", extent)
+        return CpuSlot("disk", self.spill.allocate(managed.size_bytes))
 
     def free_slot(self, managed: ManagedStorage, slot: CpuSlot) -> None:
         self.spill.release(slot.extent)
@@ -251,22 +248,22 @@ class CpuDevice(Device):
             self._lies_elsewhere(managed.size_bytes)
         return True
 
-    def pack(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, codec: str, itemsize: int, done: Done
-    ) -> None:
-        packed = None
+    def pack(self, copy: Copy) -> None:
+        managed, packed = copy.managed, None
+        codec, itemsize = copy.codec
         begun_s = time.perf_counter()
-        if loan := self._lend(managed, storage):
+        if loan := self._lend(copy):
             try:
                 packed = _native.arena_pack(managed.address, _native.Codec[codec], itemsize)
             finally:
                 _native.arena_lent_back(loan)
         if packed is None:
-            done(None, [])
+            copy.on_end(copy)
             return
         self._packed[managed.key] = packed
         managed.packed_bytes = _page_bytes(packed.packing.packed_bytes)
-        done(None, [_coded("compress", managed, begun_s)])
+        copy.moved = (_coded("compress", managed, begun_s),)
+        copy.on_end(copy)
         if not managed.packed_bytes:
             self._drop_packed(managed)
 
@@ -286,9 +283,11 @@ class CpuDevice(Device):
         if not managed.writing_packed:
             self._packed.pop(managed.key, None)
 
-    def _lend(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> int:
+    def _lend(self, copy: Copy) -> int:
         """Notice writes from now on, and keep the bytes where they are read until the loan is given back. 0:
         there is nothing to copy."""
+        managed, storage = copy.managed, copy.storage
+        assert storage is not None
         if not self._is_elsewhere(managed, storage):
             with contextlib.suppress(ValueError):  # the program gives the storage other memory just now
                 if loan := _native.arena_lend(managed.address, guards=True):
@@ -298,50 +297,49 @@ class CpuDevice(Device):
         managed.copy_invalid = True
         return 0
 
-    def copy_out(self, managed: ManagedStorage, storage: torch.UntypedStorage, done: Done) -> None:
+    def copy_out(self, copy: Copy) -> None:
+        managed = copy.managed
         slot: CpuSlot = managed.slot
-        content: object = storage
-        address, size_bytes, loan = managed.address, managed.size_bytes, 0
+        content: object = copy.storage
+        address, copy.size_bytes = managed.address, managed.size_bytes
         if managed.writing_packed:
+            copy.storage, copy.then = None, self._packed_is_written
             content = packed = self._packed[managed.key]
-            done = functools.partial(self._packed_is_written, managed, done)
             if not packed.address:  # the arena wrote it elsewhere, for its memory
                 managed.copy_invalid = True
-                done(None, [])
+                copy.then(copy)
                 return
             slot.packing, address = packed.packing, packed.address
-            size_bytes = slot.packed_bytes
-        elif loan := self._lend(managed, storage):
-            slot.packing = RAW
+            copy.size_bytes = slot.packed_bytes
+        elif loan := self._lend(copy):
+            slot.packing, copy.loan = RAW, loan
         else:
-            done(None, [])
+            copy.on_end(copy)
             return
-        over = functools.partial(self._written, managed, loan, _report(managed, size_bytes, done))
+        size_bytes, over = _page_bytes(copy.size_bytes), functools.partial(self._written, copy)
         try:
-            self.spill.write(
-                slot.extent, address, _page_bytes(size_bytes), content, over, checksum=managed.persistent
-            )
+            self.spill.write(slot.extent, address, size_bytes, content, over, checksum=managed.persistent)
         except BaseException:
-            if loan:
-                _native.arena_lent_back(loan)
+            if copy.loan:
+                _native.arena_lent_back(copy.loan)
             raise
 
-    def _packed_is_written(
-        self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
-    ) -> None:
+    def _packed_is_written(self, copy: Copy) -> None:
+        managed = copy.managed
         with self.engine.lock:
             self.report_unasked_moves()
             if not self._packed[managed.key].address:
-                managed.copy_invalid, error = True, None
-            elif error is None and managed.state != COMING and not managed.copy_invalid:
+                managed.copy_invalid, copy.error = True, None
+            elif copy.error is None and managed.state != COMING and not managed.copy_invalid:
                 managed.copy_invalid = not self._tell_arena(managed)
-            done(error, moved)
-            if error is None or managed.state == RESIDENT:
+            copy.on_end(copy)
+            if copy.error is None or managed.state == RESIDENT:
                 self._packed.pop(managed.key, None)  # else it may be written again
 
-    def _written(self, managed: ManagedStorage, loan: int, report: Any, transfer: Transfer) -> None:
+    def _written(self, copy: Copy, transfer: Transfer) -> None:
         """The copy is complete. Where the arena took the pages meanwhile, or the program wrote to them or
         gave the storage others, it holds anything, and so it counts for nothing."""
+        managed, loan = copy.managed, copy.loan
         with self.engine.lock:
             if transfer.abandoned:
                 managed.slot = None  # and a loan is never given back
@@ -352,16 +350,25 @@ class CpuDevice(Device):
             self.report_unasked_moves()
             if managed.copy_invalid and transfer.error is not None and transfer.error.errno == errno.EFAULT:
                 transfer.error = None
-        self._warn_if_abandoned(transfer)
-        report(transfer)
+        self._record(copy, transfer)
+        copy.then(copy)
 
-    def _was_read(self, managed: ManagedStorage, report: Any, transfer: Transfer) -> None:
+    def _was_read(self, copy: Copy, transfer: Transfer) -> None:
+        managed = copy.managed
         if transfer.abandoned:
             _native.arena_abandon(self._staging.pop(managed.key)[0])
         elif transfer.error is not None and self._is_forgotten(managed):
             transfer.error = None
+        self._record(copy, transfer)
+        copy.then(copy)
+
+    def _record(self, copy: Copy, transfer: Transfer) -> None:
+        """How the copy's transfer went."""
         self._warn_if_abandoned(transfer)
-        report(transfer)
+        copy.error = transfer.error
+        if transfer.error is None:
+            link = _LINKS[copy.tier, transfer.kind]
+            copy.moved = (copy.moved_over(link, transfer.started_s, transfer.finished_s),)
 
     def _warn_if_abandoned(self, transfer: Transfer) -> None:
         """The system may use the memory and the extent of a transfer for ever: nobody else gets them."""
@@ -415,11 +422,10 @@ class CpuDevice(Device):
         needed_bytes = arena.stats().in_memory_bytes + managed.size_bytes
         return managed.state == AWAY and needed_bytes + self.memory.unmanaged_bytes <= self.budget_bytes
 
-    def copy_in(
-        self, managed: ManagedStorage, storage: torch.UntypedStorage, priority: int, done: Done
-    ) -> None:
+    def copy_in(self, copy: Copy) -> None:
+        managed = copy.managed
         if managed.key not in self._staging:
-            self._reader.submit(self._bring_in, managed, done)
+            self._reader.submit(self._bring_in, copy)
             return
         slot: CpuSlot = managed.slot
         begin, size_bytes = _place(managed)
@@ -427,15 +433,15 @@ class CpuDevice(Device):
         if packed:
             begin = 0
         elif slot.packing.packed_bytes:
-            done = functools.partial(self._expand, managed, done)
-        report = _report(managed, min(size_bytes, managed.size_bytes), done)
+            copy.then = self._expand
+        copy.size_bytes = min(size_bytes, managed.size_bytes)
         self._pending[managed.key] = self.spill.read(
             slot.extent,
             staging + begin,
             size_bytes,
-            storage,
-            functools.partial(self._was_read, managed, report),
-            priority=priority,
+            copy.storage,
+            functools.partial(self._was_read, copy),
+            priority=copy.priority,
         )
 
     def read_copy(
@@ -454,18 +460,19 @@ class CpuDevice(Device):
         )
         return True
 
-    def _expand(
-        self, managed: ManagedStorage, done: Done, error: PenstockError | None, moved: Sequence[Moved]
-    ) -> None:
+    def _expand(self, copy: Copy) -> None:
         """What was read to the end of the staging area is packed."""
+        managed = copy.managed
         packing = managed.slot.packing
         begun_s = time.perf_counter()
-        whole = error is not None or _native.unpack_in_place(
+        whole = copy.error is not None or _native.unpack_in_place(
             packing, self._staging[managed.key][0], _page_bytes(managed.size_bytes)
         )
         if not whole and not self._is_forgotten(managed):
-            error = SpillError(self._damage_text(packing.packed_bytes))
-        done(error, moved if error is not None else [*moved, _coded("expand", managed, begun_s)])
+            copy.error = SpillError(self._damage_text(packing.packed_bytes))
+        if copy.error is None:
+            copy.moved = *copy.moved, _coded("expand", managed, begun_s)
+        copy.on_end(copy)
 
     def _is_forgotten(self, managed: ManagedStorage) -> bool:
         """Whether the arena took the memory that its bytes were read to: `finish_copy_in` says so, and they
@@ -484,18 +491,18 @@ class CpuDevice(Device):
         if (pending := self._pending.get(managed.key)) is not None:
             pending.raise_priority()
 
-    def _bring_in(self, managed: ManagedStorage, done: Done) -> None:
-        failed: PenstockError | None = None
+    def _bring_in(self, copy: Copy) -> None:
+        managed = copy.managed
         try:
             with contextlib.suppress(ValueError):  # it has other memory: see `finish_copy_in`
                 _native.arena_bring_in(managed.address)
         except OSError as error:
-            failed = self._unreadable(error)
+            copy.error = self._unreadable(error)
             if error.errno == errno.EBADMSG:
-                failed = SpillError(self._damage_text(managed.packed_bytes))
+                copy.error = SpillError(self._damage_text(managed.packed_bytes))
         except Exception as error:
-            failed = SpillError(f"bytes could not be read back from {self.place_text}: {error}")
-        done(failed, [])
+            copy.error = SpillError(f"bytes could not be read back from {self.place_text}: {error}")
+        copy.on_end(copy)
 
     def finish_copy_in(self, managed: ManagedStorage, storage: torch.UntypedStorage) -> bool | None:
         self._pending.pop(managed.key, None)
@@ -645,22 +652,3 @@ def _place(managed: ManagedStorage) -> tuple[int, int]:
 
 def _coded(link: str, managed: ManagedStorage, begun_s: float) -> Moved:
     return Moved(link, begun_s, time.perf_counter(), managed.index, managed.size_bytes, managed.kind)
-
-
-def _tier(extent: Extent) -> str:
-    return "host" if extent.space == "host" else "disk"
-
-
-def _report(managed: ManagedStorage, size_bytes: int, done: Done) -> Any:
-    def on_done(transfer: Transfer) -> None:
-        moved = Moved(
-            _LINKS[_tier(transfer.extent), transfer.kind],
-            transfer.started_s,
-            transfer.finished_s,
-            managed.index,
-            size_bytes,
-            managed.kind,
-        )
-        done(transfer.error, [moved] if transfer.error is None else [])
-
-    return on_done

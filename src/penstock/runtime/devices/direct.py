@@ -7,15 +7,16 @@ size by size.
 
 from __future__ import annotations
 
+import functools
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices import Done, Moved
-from penstock.runtime.devices.queues import Copy, Outcome, copy_error
+from penstock.runtime.devices import Copy
+from penstock.runtime.devices.queues import call_then, copy_error
 from penstock.runtime.devices.staging import Staging
 from penstock.storage.choice import Choice
 from penstock.storage.costs import Kind
@@ -51,19 +52,12 @@ class Paths:
         """Spill space: on disk where the direct path is the only one wanted. Raises SpillSpaceFull."""
         return self._spill.allocate(size_bytes, on_disk=self._spill.gpu_direct_only)
 
-    def write(self, bounce: Staging, copy: Copy, priority: int, done: Done) -> None:
-        """Begin to copy the storage to the disk."""
-        self._move("write", bounce, copy, priority, done)
-
-    def read(self, bounce: Staging, copy: Copy, priority: int, done: Done) -> None:
-        """Begin to copy the disk's bytes to the storage."""
-        self._move("read", bounce, copy, priority, done)
-
-    def _move(self, kind: Kind, bounce: Staging, copy: Copy, priority: int, done: Done) -> None:
-        choice, size_bytes = self.choice, copy.size_bytes
+    def move(self, bounce: Staging, copy: Copy, priority: int) -> None:
+        """Begin to copy the storage to the disk, or the disk's bytes to the storage."""
+        choice, size_bytes, kind = self.choice, copy.size_bytes, _kind(copy)
         is_seen = copy.managed.persistent and not self._spill.gpu_direct_only  # a processor checksums it
         if choice is None or copy.block.space != "disk" or size_bytes < SMALLEST_DIRECT_BYTES or is_seen:
-            bounce.start(copy, priority, done)
+            bounce.start(copy, priority)
             return
         with self._spill.lock:
             if kind == "write":
@@ -75,37 +69,48 @@ class Paths:
             measured = explores or not self._asked[kind] % MEASURED_EVERY
         if measured:  # it has the direction to itself: what others take at the same time is not its cost
             bounce.drain()
-        begun_s = time.perf_counter()
-
-        def over(error: PenstockError | None, moved: Sequence[Moved]) -> None:
-            # All of it counts: the direct path also waits for kernels that the bounce path overlaps.
-            cost_s = time.perf_counter() - begun_s
-            with self._spill.lock:
-                if measured and error is None:
-                    choice.observe(kind, size_bytes, path, cost_s)
-                elif explores:
-                    choice.withdraw(kind, size_bytes, path)
-            done(error, moved)
-
+            begun_s = time.perf_counter()
+            copy.then = functools.partial(self._observe, copy.then, choice, path, explores, begun_s)
         if path != BOUNCE:
-            over(*self._directly(kind, copy))
+            self._directly(copy, kind)
             return
-        bounce.start(copy, priority, over)
+        bounce.start(copy, priority)
         if measured:
             bounce.drain()
 
-    def _directly(self, kind: Kind, copy: Copy) -> Outcome:
+    def _observe(
+        self,
+        then: Callable[[Copy], None],
+        choice: Choice,
+        path: str,
+        explores: bool,
+        begun_s: float,
+        copy: Copy,
+    ) -> None:
+        """Learn what a copy cost, by one path, that is over."""
+        # All of it counts: the direct path also waits for kernels that the bounce path overlaps.
+        cost_s = time.perf_counter() - begun_s
+        with self._spill.lock:
+            if copy.error is None:
+                choice.observe(_kind(copy), copy.size_bytes, path, cost_s)
+            elif explores:
+                choice.withdraw(_kind(copy), copy.size_bytes, path)
+        then(copy)
+
+    def _directly(self, copy: Copy, kind: Kind) -> None:
         try:
             copy.wait()  # no stream carries it out that could wait
             assert copy.storage is not None
             transfer = _move_directly(self._spill, kind, copy.block, copy.storage)
         except Exception as error:
-            return copy_error(error), []
-        if transfer.error is not None:
-            return transfer.error, []
-        # It occupies both links at once.
-        links = ("device_to_host", "disk_write") if kind == "write" else ("disk_read", "host_to_device")
-        return None, [copy.moved(link, transfer.started_s, transfer.finished_s) for link in links]
+            copy.error = copy_error(error)
+        else:
+            copy.error = transfer.error
+            if transfer.error is None:  # it occupied both links at once
+                links = ("device_to_host", "disk_write") if copy.out else ("disk_read", "host_to_device")
+                times = transfer.started_s, transfer.finished_s
+                copy.moved = [copy.moved_over(link, *times) for link in links]
+        call_then(copy)
 
     def _trial_failure(self, device: torch.device) -> str | None:
         """Why bytes cannot be written by the direct path and read back; None where they can."""
@@ -125,6 +130,10 @@ class Paths:
         except PenstockError as error:
             return str(error)
         return None if torch.equal(written, read) else "bytes come back from it other than they were written"
+
+
+def _kind(copy: Copy) -> Kind:
+    return "write" if copy.out else "read"
 
 
 def _move_directly(spill: SpillSpace, kind: str, extent: Extent, storage: torch.UntypedStorage) -> Transfer:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from penstock._native import DEMAND, EVICT
+from penstock._native import DEMAND
 from penstock.codecs import CODECS, bitmask, encode
-from penstock.errors import PenstockError, SpillError
-from penstock.runtime.devices import Device, Done, Moved
+from penstock.errors import SpillError
+from penstock.runtime.devices import Copy, Device
 from penstock.runtime.devices.copies import Events, as_bytes
 from penstock.runtime.devices.driver import Driver
-from penstock.runtime.devices.queues import Copy, CopyQueue, Outcome
+from penstock.runtime.devices.queues import CopyQueue, call_then
 from penstock.runtime.storages import ManagedStorage
 
 logger = logging.getLogger("penstock")
@@ -72,49 +72,33 @@ class DevicePacking:
         self._device, self._driver, self._events = device, driver, events
         self.packed: dict[int, PackedBytes] = {}
         self.is_used = False
-        self._codecs: dict[int, tuple[str, int]] = {}  # by key: how it is to be packed
         carry_out = functools.partial(self._carry_out, driver.make_stream())
         self._queue = CopyQueue("penstock-packing", carry_out, driver)
         self.raise_priority = functools.partial(self._queue.raise_priority, priority=DEMAND)
         self.close = self._queue.close
 
-    def pack(
-        self,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        codec: str,
-        itemsize: int,
-        ready: list[Any],
-        done: Done,
-    ) -> None:
-        """As Device.pack. ready: events after which it may begin."""
+    def pack(self, copy: Copy) -> None:
+        """As Device.pack."""
         self.is_used = True
+        copy.then = self._on_packed
+        self._queue.put(copy)
 
-        def on_done(error: PenstockError | None, _: Sequence[Moved]) -> None:
-            if error is not None:
-                logger.warning("a tensor leaves as it is: %s", error)
-            engine = self._device.engine
-            with engine.lock:
-                if managed.key in self.packed:
-                    managed.packed_bytes = self.packed[managed.key].content.nbytes()
-                # Nothing here may keep the memory: `done` may give it up, and others count on that.
-                done(None, ())
-                if not managed.packed_bytes:
-                    self.drop(managed)
+    def _on_packed(self, copy: Copy) -> None:
+        managed = copy.managed
+        if copy.error is not None:
+            logger.warning("a tensor leaves as it is: %s", copy.error)
+            copy.error = None
+        with self._device.engine.lock:
+            if managed.key in self.packed:
+                managed.packed_bytes = self.packed[managed.key].content.nbytes()
+            # Nothing here may keep the memory: `on_end` may give it up, and others count on that.
+            copy.on_end(copy)
+            if not managed.packed_bytes:
+                self.drop(managed)
 
-        self._codecs[managed.key] = codec, itemsize
-        self._queue.put(Copy(managed, storage, managed.slot.block, ready, on_done), EVICT)
-
-    def expand(
-        self,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        ready: list[Any],
-        priority: int,
-        done: Done,
-    ) -> None:
+    def expand(self, copy: Copy) -> None:
         """Of what is packed on the device, into the storage's memory."""
-        self._queue.put(Copy(managed, storage, managed.slot.block, ready, done), priority)
+        self._queue.put(copy)
 
     def add(self, managed: ManagedStorage, content: torch.UntypedStorage, codec: tuple[str, int]) -> None:
         """Packed bytes of the storage come to this memory."""
@@ -126,26 +110,24 @@ class DevicePacking:
         if packed is not None:
             self._device.memory.managed_bytes -= packed.content.nbytes()
 
-    def _carry_out(self, stream: Any, copy: Copy, priority: int, done: Done) -> None:
-        done(*self._pack_or_expand(copy, stream))
-
-    def _pack_or_expand(self, copy: Copy, stream: Any) -> Outcome:
+    def _carry_out(self, stream: Any, copy: Copy, priority: int) -> None:
         copy.wait()
         self._events.free.extend(copy.ready)
-        managed, content = copy.managed, as_bytes(copy.storage)
-        codec = self._codecs.pop(managed.key, None)
-        if codec is not None:
-            self._pack(managed, content, codec, stream)
-            return None, []
-        packed = self.packed[managed.key]
-        whole = self._driver.unpack(as_bytes(packed.content), content, *packed.codec, stream)
+        if copy.out:
+            self._pack(copy.managed, as_bytes(copy.storage), copy.codec, stream)
+        else:
+            self._expand(copy, stream)
+        call_then(copy)
+
+    def _expand(self, copy: Copy, stream: Any) -> None:
+        packed = self.packed[copy.managed.key]
+        whole = self._driver.unpack(as_bytes(packed.content), as_bytes(copy.storage), *packed.codec, stream)
         self._events.complete(stream)
-        if whole:
-            return None, []
-        return SpillError(
-            f"{packed.content.nbytes()} compressed bytes on {self._device.place_text} are damaged: check the "
-            "disk (dmesg, smartctl), or choose another spill_dir"
-        ), []
+        if not whole:
+            copy.error = SpillError(
+                f"{packed.content.nbytes()} compressed bytes on {self._device.place_text} are damaged: check "
+                "the disk (dmesg, smartctl), or choose another spill_dir"
+            )
 
     def _pack(
         self, managed: ManagedStorage, content: torch.Tensor, codec: tuple[str, int], stream: Any

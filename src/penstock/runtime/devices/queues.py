@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
 import logging
@@ -11,18 +10,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from penstock.errors import PenstockError
-from penstock.runtime.devices import Done, Moved
+from penstock.runtime.devices import Copy
 from penstock.runtime.devices.driver import Driver
 from penstock.runtime.interrupts import NOT_INTERRUPTED
-from penstock.runtime.storage_methods import held_bytes
 from penstock.runtime.storages import ManagedStorage
-from penstock.storage.extents import Extent
 
 logger = logging.getLogger("penstock")
 
@@ -40,70 +37,10 @@ NAPS = 20
 # Clocks of host and device drift apart: after so long the host's counts again.
 SAME_CLOCK_S = 1.0
 
-# The error, if any, and what was moved.
-Outcome = tuple[PenstockError | None, Sequence[Moved]]
-
-# Starts a copy of that priority, and calls Done at its end, on any thread.
-CarryOut = Callable[["Copy", int, Done], None]
+# Begins a copy of that priority, which calls `call_then` at its end, on any thread.
+CarryOut = Callable[[Copy, int], None]
 
 Marked = contextlib.AbstractContextManager[None]
-
-
-class Copy:
-    """One copy between a storage on the device and a block of a lower tier, or one compression or expansion.
-
-    storage             referenced until the copy ends
-    ready               events to wait for: of kernels that write the content, or used the target memory. They
-                        can be reused once ``done`` is called
-    begin, size_bytes   the part of the storage that is copied; by default all of it
-    at_once             a thread waits for its end, whether the program polls or not
-    waits               it has not begun, or was not issued to a stream yet
-    begun, over         events at its begin and its end, once it was
-    """
-
-    __slots__ = (
-        *("at_once", "begin", "begun", "block", "done", "managed", "over"),
-        *("ready", "size_bytes", "storage", "waits"),
-    )
-
-    def __init__(
-        self,
-        managed: ManagedStorage,
-        storage: torch.UntypedStorage,
-        block: Extent,
-        ready: list[Any],
-        done: Done,
-        begin: int = 0,
-        size_bytes: int = 0,
-        at_once: bool = False,
-    ) -> None:
-        self.at_once = at_once
-        self.managed = managed
-        self.storage: torch.UntypedStorage | None = storage
-        self.block = block
-        self.ready = ready
-        self.done = done
-        self.begin = begin
-        self.waits = True
-        self.begun: Any = None
-        self.over: Any = None
-        self.size_bytes = size_bytes or held_bytes(storage)
-
-    def wait(self) -> None:
-        """Block the host until the copy may begin."""
-        for event in self.ready:
-            event.synchronize()
-
-    @property
-    def text(self) -> str:
-        """Its name in profilers."""
-        which = f"tensor {self.managed.index}, " if self.managed.index >= 0 else ""
-        return f"{which}{self.size_bytes} bytes"
-
-    def moved(self, link: str, started_s: float, finished_s: float, size_bytes: int | None = None) -> Moved:
-        managed = self.managed
-        moved_bytes = self.size_bytes if size_bytes is None else size_bytes
-        return Moved(link, started_s, finished_s, managed.index, moved_bytes, managed.kind)
 
 
 class _Queue:
@@ -113,6 +50,7 @@ class _Queue:
     """
 
     def __init__(self, name: str, driver: Driver) -> None:
+        self._name = name
         self._profiler_range, self._use_device = driver.profiler_range, driver.use_device
         self._lock = threading.RLock()  # entering it takes less than entering the condition
         self._changed = threading.Condition(self._lock)
@@ -130,13 +68,14 @@ class _Queue:
         raise NotImplementedError
 
     def _mark(self, copy: Copy) -> Marked:
-        return self._profiler_range(f"{self._thread.name}: {copy.text}")
+        which = f"tensor {copy.managed.index}, " if copy.managed.index >= 0 else ""
+        return self._profiler_range(f"{self._name}: {which}{copy.size_bytes} bytes")
 
-    def put(self, copy: Copy, priority: int) -> None:
+    def put(self, copy: Copy) -> None:
         with self._lock:
             if self._closed:
                 raise PenstockError("the run is closed: no tensor can be moved any more")
-            heapq.heappush(self._waiting, (priority, next(self._count), copy))
+            heapq.heappush(self._waiting, (copy.priority, next(self._count), copy))
             self._on_put(copy)
 
     def _on_put(self, copy: Copy) -> None:
@@ -163,7 +102,7 @@ class _Queue:
             self._changed.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.warning("a copy hangs (%s), and is left behind", self._thread.name)
+            logger.warning("a copy hangs (%s), and is left behind", self._name)
 
 
 class CopyQueue(_Queue):
@@ -202,16 +141,15 @@ class CopyQueue(_Queue):
     def _serve(self) -> None:
         while (entry := self._next()) is not None:
             priority, _, copy = entry
-            over = functools.partial(_finish, copy)
-            refused = None
+            refused = False
             try:
                 with self._mark(copy):
-                    self._carry_out(copy, priority, over)
+                    self._carry_out(copy, priority)
             except Exception as error:
-                refused = copy_error(error)
-            if refused is not None:
-                over(refused, [])
-            del copy, entry, over, refused
+                copy.error, refused = copy_error(error), True
+            if refused:
+                call_then(copy)
+            del copy, entry
 
     def _next(self) -> tuple[int, int, Copy] | None:
         with self._lock:
@@ -233,7 +171,7 @@ class StreamQueue(_Queue):
     The stream always holds up to STREAM_BYTES, to go on without the host. Copies that wait here can still be
     overtaken by a more urgent one.
 
-    issue     called with a Copy and the stream; returns the events at its begin and its end
+    issue     called with a Copy, whose `begun` and `over` it sets, and the stream
     recycle   called with each of these events once nothing waits for it
     """
 
@@ -242,7 +180,7 @@ class StreamQueue(_Queue):
         name: str,
         link: str,
         stream: Any,
-        issue: Callable[[Copy, Any], tuple[Any, Any]],
+        issue: Callable[[Copy, Any], None],
         recycle: Callable[[Any], None],
         driver: Driver,
     ) -> None:
@@ -253,7 +191,7 @@ class StreamQueue(_Queue):
         self._link = link
         self._issue = issue
         self._recycle = recycle
-        self._issued: deque[tuple[Copy, Exception | None]] = deque()  # and the error of one that failed
+        self._issued: deque[Copy] = deque()
         self._stream_bytes = 0  # issued, and not copied yet
         self._at_once = 0  # copies of these, waiting and issued
         self._reporting = threading.Lock()
@@ -307,18 +245,17 @@ class StreamQueue(_Queue):
 
     def _issue_copy(self, copy: Copy) -> None:
         self._begin(copy)
-        refused = None
         try:
             # It may run on a thread of the program, whose dispatch modes must not see the copy: the clock
             # could free what has died, and wait for the lock that is held here.
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), self._mark(copy):
                 for event in copy.ready:
                     self._stream.wait_event(event)
-                copy.begun, copy.over = self._issue(copy, self._stream)
+                self._issue(copy, self._stream)
         except Exception as error:
-            refused = error
+            copy.error = copy_error(error)
         self._stream_bytes += copy.size_bytes
-        self._issued.append((copy, refused))
+        self._issued.append(copy)
         if self._sleeps:
             self._changed.notify()
 
@@ -347,35 +284,33 @@ class StreamQueue(_Queue):
         """Report the copies that are over, in order, and before it wait for one where it ``waits``. Whether
         there were any. `_reporting` is held."""
         reported = False
-        while self._issued and (outcome := self._outcome(*self._issued[0], waits)) is not None:
+        while self._issued and self._is_over(copy := self._issued[0], waits):
             reported, waits = True, False
-            copy = self._issued[0][0]
             with self._lock:
                 self._issued.popleft()
                 self._at_once -= copy.at_once
                 self._stream_bytes -= copy.size_bytes
-                self._issue_some()
-            copy.storage = None  # `done` may free its memory
-            done = copy.done
+                if self._waiting:
+                    self._issue_some()
+            call_then(copy)
             del copy
-            call_done(done, *outcome)
-            del done
-            while self._looked_at:  # not before: until `done` kernels may be told to wait for them
+            while self._looked_at:  # not before: until then kernels may be told to wait for them
                 self._recycle(self._looked_at.pop())
         return reported
 
-    def _outcome(self, copy: Copy, refused: Exception | None, waits: bool) -> Outcome | None:
-        """None: it is not over yet."""
+    def _is_over(self, copy: Copy, waits: bool) -> bool:
+        """Whether the copy has ended, and if so, how."""
         try:
-            if refused is not None:
-                raise refused
+            if copy.error is not None:  # the stream refused it
+                return True
             if waits:
                 copy.over.synchronize()
             elif not copy.over.query():
-                return None
-            return None, (copy.moved(self._link, *self._times_s(copy.begun, copy.over)),)
+                return False
+            copy.moved = (copy.moved_over(self._link, *self._times_s(copy.begun, copy.over)),)
         except Exception as error:
-            return copy_error(error), ()
+            copy.error = copy_error(error)
+        return True
 
     def _times_s(self, begun: Any, over: Any) -> tuple[float, float]:
         """When the stream began and ended the copy, by its own clock: the host may look long after."""
@@ -397,14 +332,9 @@ def copy_error(error: Exception) -> PenstockError:
     return PenstockError(f"a copy between the accelerator and the host failed: {error}")
 
 
-def call_done(done: Done, error: PenstockError | None, moved: Sequence[Moved]) -> None:
-    """Call ``done``, and log what it raises: there is no caller to raise it in."""
+def call_then(copy: Copy) -> None:
+    """The copy has ended: call its `then`, and log what that raises: there is no caller to raise it in."""
     try:
-        done(error, moved)
+        copy.then(copy)
     except Exception:
         logger.exception("what follows a copy failed")
-
-
-def _finish(copy: Copy, error: PenstockError | None, moved: Sequence[Moved]) -> None:
-    copy.storage = None  # `done` may free its memory
-    call_done(copy.done, error, moved)

@@ -11,52 +11,40 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from penstock.errors import PenstockError
-from penstock.runtime.devices import Done, Moved
+from penstock.runtime.devices import Copy
 from penstock.runtime.devices.pinned import PinnedSlab
-from penstock.runtime.devices.queues import Copy, StreamQueue, call_done, copy_error
+from penstock.runtime.devices.queues import StreamQueue, call_then, copy_error
 from penstock.storage.extents import Extent
 from penstock.storage.spill import SpillSpace, Transfer
 
 logger = logging.getLogger("penstock")
 
 
-class _StagedCopy:
-    """A copy in several chunks, which ends with the last of them."""
+class _Chunk(Copy):
+    """Bytes of a larger copy from ``begin`` on, by way of a buffer: its block.
 
-    def __init__(self, copy: Copy, priority: int, chunks: int, done: Done) -> None:
-        self.copy, self.priority = copy, priority
-        self.error: PenstockError | None = None
-        self._left, self._moved, self._done = chunks, list[Moved](), done
-        self._lock = threading.Lock()
+    legs   that have not begun
+    """
 
-    def record(self, error: PenstockError | None, moved: Sequence[Moved]) -> None:
-        with self._lock:
-            self.error = self.error or error
-            self._moved += moved
+    at_once = True
 
-    def end_chunk(self) -> bool:
-        """Count a chunk that has ended. With the last, call the copy's ``done`` and return True."""
-        with self._lock:
-            self._left -= 1
-            is_last = not self._left
-        if is_last:
-            call_done(self._done, self.error, self._moved)
-        return is_last
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    """Bytes of a copy from ``begin`` on, their buffer, and the legs that are left."""
-
-    staged: _StagedCopy
-    begin: int
-    size_bytes: int
-    buffer: Extent
-    legs: Iterator[Callable[[_Chunk, Done], None]]
+    def __init__(
+        self,
+        whole: Copy,
+        priority: int,
+        begin: int,
+        size_bytes: int,
+        buffer: Extent,
+        legs: Iterator[Callable[[_Chunk], None]],
+        on_end: Callable[[Any], None],
+    ) -> None:
+        assert whole.storage is not None
+        super().__init__(whole.managed, whole.storage, whole.out, priority, on_end)
+        self.whole, self.ready = whole, whole.ready
+        self.begin, self.size_bytes, self.block, self.legs = begin, size_bytes, buffer, legs
 
 
 class Staging:
@@ -87,6 +75,7 @@ class Staging:
         for _ in range(chunks):
             self._free.put(slab.allocate(chunk_bytes))
         self._next_buffer: Extent | None = None  # for the next chunk
+        self._lock = threading.Lock()  # of the chunks that a copy has left, and how they went
         self._idle = threading.Condition()
         self._active = 0  # copies that have begun
 
@@ -95,10 +84,10 @@ class Staging:
         if self._next_buffer is None:
             self._next_buffer = self._free.get()
 
-    def start(self, copy: Copy, priority: int, done: Done) -> None:
-        """Start a copy, and call ``done`` at its end, on any thread. Blocks until each chunk has a buffer."""
+    def start(self, copy: Copy, priority: int) -> None:
+        """Start a copy, which ends on any thread. Blocks until each chunk has a buffer."""
         begins = range(0, copy.size_bytes, self._chunk_bytes)
-        staged = _StagedCopy(copy, priority, len(begins), done)
+        copy.left = len(begins)
         with self._idle:
             self._active += 1
         for begin in begins:
@@ -106,7 +95,8 @@ class Staging:
             assert self._next_buffer is not None
             buffer, self._next_buffer = self._next_buffer, None
             size_bytes = min(self._chunk_bytes, copy.size_bytes - begin)
-            self._next_leg(_Chunk(staged, begin, size_bytes, buffer, iter(self._legs)), None, ())
+            legs = iter(self._legs)
+            self._next_leg(_Chunk(copy, priority, begin, size_bytes, buffer, legs, self._next_leg))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the copies that have begun. False: some have not ended after ``timeout_s``."""
@@ -118,60 +108,70 @@ class Staging:
         if not self.drain(timeout_s):
             logger.warning("a copy hangs between host memory and the disk, and is left behind")
 
-    def _next_leg(self, chunk: _Chunk, error: PenstockError | None, moved: Sequence[Moved]) -> None:
+    def _next_leg(self, chunk: _Chunk) -> None:
         """A leg has ended: start the chunk's next one, unless it was the last, or the copy has failed."""
-        staged = chunk.staged
-        staged.record(error, moved)
-        if staged.error is None and (leg := next(chunk.legs, None)) is not None:
+        whole = chunk.whole
+        self._record(chunk)
+        if whole.error is None and (leg := next(chunk.legs, None)) is not None:
             try:
-                leg(chunk, functools.partial(self._next_leg, chunk))
+                leg(chunk)
             except Exception as refused:
-                staged.record(copy_error(refused), ())
+                chunk.error = copy_error(refused)
+                self._record(chunk)
             else:
                 return
-        self._free.put(chunk.buffer)
-        if staged.end_chunk():
+        chunk.storage = None
+        self._free.put(chunk.block)
+        with self._lock:
+            whole.left -= 1
+            is_last = not whole.left
+        if is_last:
+            call_then(whole)
             with self._idle:
                 self._active -= 1
                 self._idle.notify_all()
 
+    def _record(self, chunk: _Chunk) -> None:
+        """How a leg went."""
+        whole = chunk.whole
+        with self._lock:
+            whole.error = whole.error or chunk.error
+            whole.moved, chunk.moved = [*whole.moved, *chunk.moved], ()
+
     # -- legs ----------------------------------------------------------------------------------
 
-    def _cross_bus(self, chunk: _Chunk, over: Done) -> None:
-        copy, extent = chunk.staged.copy, (chunk.begin, chunk.size_bytes)
-        assert copy.storage is not None
-        self._bus.put(
-            Copy(copy.managed, copy.storage, chunk.buffer, copy.ready, over, *extent, at_once=True),
-            chunk.staged.priority,
-        )
+    def _cross_bus(self, chunk: _Chunk) -> None:
+        self._bus.put(chunk)
 
-    def _write(self, chunk: _Chunk, over: Done) -> None:
+    def _write(self, chunk: _Chunk) -> None:
         self._spill.write(
             self._part(chunk),
-            self._slab.address(chunk.buffer),
+            self._slab.address(chunk.block),
             chunk.size_bytes,
             self._slab,
-            functools.partial(self._moved, chunk, "disk_write", over),
-            checksum=chunk.staged.copy.managed.persistent,
+            functools.partial(self._on_disk_leg_end, chunk),
+            checksum=chunk.managed.persistent,
         )
 
-    def _read(self, chunk: _Chunk, over: Done) -> None:
+    def _read(self, chunk: _Chunk) -> None:
         self._spill.read(
             self._part(chunk),
-            self._slab.address(chunk.buffer),
+            self._slab.address(chunk.block),
             chunk.size_bytes,
             self._slab,
-            functools.partial(self._moved, chunk, "disk_read", over),
-            priority=chunk.staged.priority,
+            functools.partial(self._on_disk_leg_end, chunk),
+            priority=chunk.priority,
         )
 
-    def _moved(self, chunk: _Chunk, link: str, over: Done, transfer: Transfer) -> None:
+    def _on_disk_leg_end(self, chunk: _Chunk, transfer: Transfer) -> None:
         self._on_disk_thread()
-        times = transfer.started_s, transfer.finished_s
-        moved = [] if transfer.error else [chunk.staged.copy.moved(link, *times, chunk.size_bytes)]
-        over(transfer.error, moved)
+        chunk.error = transfer.error
+        if transfer.error is None:
+            link = f"disk_{transfer.kind}"
+            chunk.moved = (chunk.moved_over(link, transfer.started_s, transfer.finished_s),)
+        self._next_leg(chunk)
 
     def _part(self, chunk: _Chunk) -> Extent:
-        block = chunk.staged.copy.block
+        block = chunk.whole.block
         size_bytes = min(block.size_bytes - chunk.begin, self._chunk_bytes)
         return Extent(block.offset + chunk.begin, size_bytes, block.space)
