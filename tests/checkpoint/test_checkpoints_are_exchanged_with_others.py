@@ -260,6 +260,20 @@ def test_a_suffix_has_to_say_the_format(tmp_path: Path) -> None:
         checkpoint.convert(tmp_path / "state", tmp_path / "other.zip")
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.pth", "model.bin", "last.CKPT", Path("run.1", "a.pt")])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_suffix_does_not_say_another_format(name: str | Path, wait: bool, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with pytest.raises(penstock.InvalidArgument) as refused:
+        checkpoint.save(FLAT, path, wait=wait)
+    assert f"{path} would not be a file of torch.save" in str(refused.value)
+    assert f"name it {path.stem}.safetensors" in str(refused.value)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(FLAT, tmp_path / "state")
+    checkpoint.convert(tmp_path / "state", tmp_path / path.name)
+    assert same(torch.load(tmp_path / path.name, weights_only=True), FLAT)
+
+
 def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(FLAT, tmp_path / "state")
     (tmp_path / "b.pt").write_text("old")

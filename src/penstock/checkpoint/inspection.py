@@ -15,12 +15,9 @@ from penstock.checkpoint.header import DEVICES, FOR_TORCH
 from penstock.checkpoint.listing import referring_to
 from penstock.checkpoint.remote import ObjectPath
 from penstock.checkpoint.replace import replacing
-from penstock.checkpoint.source import CheckpointSource, PathLike, place_of
+from penstock.checkpoint.source import OWN_SUFFIXES, TORCH_SUFFIXES, CheckpointSource, PathLike, place_of
 from penstock.errors import InvalidArgument
 from penstock.storage.objects import is_object_url
-
-_OWN_SUFFIXES = (".safetensors",)
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 Format = Literal["penstock", "safetensors", "torch"]
 
@@ -129,7 +126,7 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
 
     source        a file or object: of penstock.save, of torch.save (a file), or of another writer of
                   safetensors files
-    destination   ``.safetensors`` for penstock's format, ``.pt``, ``.pth`` or ``.bin`` for torch's
+    destination   ``.safetensors`` for penstock's format, ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for torch's
     overwrite     replace a file that is there, which may be the source; else it is an error. Not one that
                   increments beside it refer to
 
@@ -142,12 +139,12 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
 
     place = place_of(destination)
     suffix = place.suffix.lower()
-    if suffix not in _OWN_SUFFIXES + _TORCH_SUFFIXES:
+    if suffix not in OWN_SUFFIXES + TORCH_SUFFIXES:
         raise InvalidArgument(
             f"{place} does not say which format it is to have: give it one of the suffixes "
-            f"{', '.join(_OWN_SUFFIXES)} (penstock) and {', '.join(_TORCH_SUFFIXES)} (torch)"
+            f"{', '.join(OWN_SUFFIXES)} (penstock) and {', '.join(TORCH_SUFFIXES)} (torch)"
         )
-    if isinstance(place, ObjectPath) and suffix in _TORCH_SUFFIXES:
+    if isinstance(place, ObjectPath) and suffix in TORCH_SUFFIXES:
         raise InvalidArgument(f"{place} is a URL, and files of torch.save are written to a disk: give a path")
     if not overwrite and (place.exists() if isinstance(place, ObjectPath) else os.path.lexists(place)):
         raise InvalidArgument(
@@ -159,12 +156,12 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
         )
     with CheckpointSource(source) as opened:
         is_own = not opened.is_torch and opened.header.written_by_penstock and not opened.header.elsewhere
-        if opened.is_object and is_own and isinstance(place, Path) and suffix in _OWN_SUFFIXES:
+        if opened.is_object and is_own and isinstance(place, Path) and suffix in OWN_SUFFIXES:
             _download(opened, place)
             return info(place)
     found = info(source)
     state = load(source, "cpu", mmap=None if is_object_url(source) else True)
-    if isinstance(place, ObjectPath) or suffix in _OWN_SUFFIXES:
+    if isinstance(place, ObjectPath) or suffix in OWN_SUFFIXES:
         save(state, destination, metadata=found.metadata)
     else:
         _save_torch(state, place, found.tensor_bytes)

@@ -32,7 +32,7 @@ from penstock.checkpoint.pieces import (
 from penstock.checkpoint.reading import host_bytes
 from penstock.checkpoint.remote import ObjectPath, no_io_paths
 from penstock.checkpoint.replace import Replacement, replacing
-from penstock.checkpoint.source import PathLike, place_of
+from penstock.checkpoint.source import PathLike, place_to_save
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.options import IoOptions
 from penstock.storage.aligned import AlignedBuffer, align_up, view_at
@@ -92,7 +92,8 @@ def save(
     state      tensors, numbers, texts, and dicts, lists and tuples of them, such as a state dict of a
                module or of an optimizer
     path       of a file, or the URL of an object: s3://, gs:// or az://. What is there is replaced when the
-               new one is complete; if the save fails or the process is killed, it stays as it was
+               new one is complete; if the save fails or the process is killed, it stays as it was. Suffixes
+               of torch.save, such as .pt, are refused: name it .safetensors
     wait       False copies the tensors, so that they can change, and writes in the background. Copies
                take at most 1 GiB at once, or the size of one state where that is more: further saves
                wait here until earlier ones have been written and their copies released. In a run on a CPU
@@ -110,10 +111,11 @@ def save(
     """
     if group is not None and not wait:
         raise InvalidArgument("with group=, save waits for the process that writes: leave wait=False out")
+    place = place_to_save(path)
     try:
         if group is None:
-            return _save(state, path, wait, metadata, io)
-        _by_the_first(group, partial(_save, state, path, True, metadata, io), place_of(path))
+            return _save(state, place, wait, metadata, io)
+        _by_the_first(group, partial(_save, state, place, True, metadata, io), place)
     except CheckpointError as error:
         raise error from None  # it names the system's own error
     return None
@@ -150,12 +152,12 @@ def _told(text: str, first: int, group: Any) -> str:
 
 
 def _save(
-    state: Any, path: PathLike, wait: bool, metadata: Metadata, io: IoOptions | None
+    state: Any, path: Path | ObjectPath, wait: bool, metadata: Metadata, io: IoOptions | None
 ) -> SaveHandle | None:
-    place, contents = place_of(path), contents_of(state, metadata)
+    contents = contents_of(state, metadata)
     if not wait:
-        return save_in_background(contents, place, io)
-    save_now(contents, place, io)
+        return save_in_background(contents, path, io)
+    save_now(contents, path, io)
     return None
 
 

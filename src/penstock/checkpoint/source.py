@@ -27,6 +27,8 @@ _CACHED_SHARE = 0.9
 _BEGINNING_BYTES = 64 << 10
 _ZIP = b"PK\x03\x04"
 
+OWN_SUFFIXES = (".safetensors",)
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 PathLike = str | os.PathLike[str]
 
@@ -46,6 +48,18 @@ def path_of(path: PathLike) -> Path:
 def place_of(place: PathLike) -> Path | ObjectPath:
     """Of a file, or of an object at a URL. Raises InvalidArgument."""
     return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place)
+
+
+def place_to_save(place: PathLike) -> Path | ObjectPath:
+    """Raises InvalidArgument also for a suffix behind which readers expect what torch.save writes."""
+    found = place_of(place)
+    if found.suffix.lower() in TORCH_SUFFIXES:
+        name = os.path.splitext(found.name)[0] + OWN_SUFFIXES[0]
+        raise InvalidArgument(
+            f"{found} would not be a file of torch.save, as {found.suffix} says, but of safetensors: name it "
+            f"{name}, of which penstock.checkpoint.convert makes one of torch.save"
+        )
+    return found
 
 
 class _OpenPath(files.Closing):

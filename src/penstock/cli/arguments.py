@@ -319,7 +319,7 @@ def _checkpoint(names: Commands) -> None:
     cp = _command(below, "cp", "checkpoint.cp", "copy a checkpoint to or from a URL, verified on the way")
     for command in (convert, pack, cp):
         _add(command, "source", "of penstock.save, torch.save or safetensors", "Object", metavar="A")
-        written = "penstock's: .safetensors, or a URL; torch's: .pt, .pth, .bin"
+        written = "penstock's: .safetensors, or a URL; torch's: .pt, .pth, .bin, .ckpt"
         _add(command, "destination", written, "Object", metavar="B")
         _add(command, "--overwrite", "replace B if it is there", "bool")
 
