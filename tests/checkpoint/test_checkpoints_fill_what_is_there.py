@@ -208,7 +208,7 @@ def test_there_is_no_second_copy_in_memory(tmp_path: Path) -> None:
 
 
 def state() -> dict[str, Any]:
-    return {"a": numbers(100), "below": {"b": numbers(10), "c": [numbers(5), 3]}}
+    return {"a": numbers(100), "below": {"b": numbers(10), "c": [numbers(5), 3]}, "step": 9}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,16 @@ def state() -> dict[str, Any]:
         (lambda into: into.pop("a"), "not expected: a"),
         (lambda into: into["below"].pop("b"), r"not expected: below\.b"),
         (lambda into: into.update(d=torch.zeros(1)), "missing in the file: d"),
+        (
+            lambda into: into.update(stpe=into.pop("step")),
+            r"missing in the file: stpe \(did you mean step\?\)\. Nothing",
+        ),
+        (lambda into: into.update(notes=[]), r"missing in the file: notes\. Nothing"),
+        (
+            lambda into: into.update(blow={"b": into.pop("below")["b"]}),
+            r"missing in the file: blow\.b \(did you mean below\.b\?\)",
+        ),
+        (lambda into: into["below"]["c"].append(7), r"missing in the file: below\.c\.2\. Nothing"),
         (lambda into: into["below"]["c"].append(torch.zeros(1)), r"missing in the file: below\.c\.2"),
         (
             lambda into: into.update(a=torch.zeros(99)),
@@ -244,6 +254,16 @@ def test_what_does_not_fit_is_listed_and_nothing_is_touched(change: Any, said: s
     assert "Nothing was changed" in str(refusal.value)
     for now, then in zip(tensors_of(into), tensors_of(before), strict=True):
         assert now.is_meta or now.layout != torch.strided or bits(now) == bits(then)
+
+
+def test_what_is_no_tensor_can_be_added_and_settings_of_an_optimizer_be_new(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].pop("maximize")
+    checkpoint.save({"optimizer": saved, "step": 3}, tmp_path / "state")
+    into = {"optimizer": optimizer}
+    assert checkpoint.load(tmp_path / "state", into=into) == {"optimizer": optimizer, "step": 3}
 
 
 def test_the_outermost_kinds_have_to_agree(tmp_path: Path) -> None:

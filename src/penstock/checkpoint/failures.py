@@ -12,7 +12,7 @@ from penstock.units import format_bytes, format_bytes_up, format_seconds
 
 TIMEOUT_S = 120.0  # the longest wait for a transfer to end: then the disk hangs
 AGAIN = "Load another copy, or write the file again."
-_NAMES_SHOWN = 5
+NAMES_SHOWN = 5
 _DISK = "Look at the disk's health (dmesg)"
 
 
@@ -28,8 +28,8 @@ def os_error(error_number: int) -> OSError:
 
 def shown(names: Sequence[str]) -> str:
     """The first few of ``names``, and how many more there are."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def cannot_write(

@@ -61,10 +61,10 @@ def load(
                    stay in the memory of the CPU, and elsewhere whichever is faster. Inside a run on a CPU it
                    is False: what is mapped cannot leave its budget
     into           a module, an optimizer, a tensor, or dicts and lists of them, that are filled in place.
-                   Each byte is verified as it is copied: where the file turns out to be damaged, or the
-                   disk fails, what came before is overwritten, and the error names it. To rule that
-                   out, call penstock.checkpoint.verify first, which reads the file once more. Files of
-                   torch.save are always verified first
+                   The file has to have all that they name. Each byte is verified as it is copied: where the
+                   file turns out to be damaged, or the disk fails, what came before is overwritten, and the
+                   error names it. To rule that out, call penstock.checkpoint.verify first, which reads the
+                   file once more. Files of torch.save are always verified first
     verify         compare checksums, which reads everything at once; those of torch.save too
     io             its ``paths`` or ``costs`` say by which I/O path pieces of 4 MiB are read where the file is
                    not mapped; None: the direct one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.checkpoint.failures import shown
+from penstock.checkpoint.failures import NAMES_SHOWN, shown
 from penstock.checkpoint.tree import below
 
 _NOTHING: Any = object()
@@ -34,7 +35,8 @@ class Match:
 
     def __init__(self, saved: Any, into: Any) -> None:
         self.pairs: list[Pair] = []
-        self._missing: list[tuple[str, torch.Tensor]] = []
+        self._missing: list[tuple[str, Any]] = []
+        self._spare: list[str] = []  # names in the file that nothing here has
         self._unexpected: list[str] = []
         self._different: list[str] = []
         self._states: dict[int, Any] = {}  # of modules and optimizers
@@ -75,10 +77,11 @@ class Match:
             return into
         return saved.copy() if isinstance(saved, np.ndarray) else saved
 
-    def _compare(self, path: str, saved: Any, into: Any) -> None:
+    def _compare(self, path: str, saved: Any, into: Any, tensors_only: bool = False) -> None:
+        """``tensors_only``: other values can be missing in the file, such as a later optimizer's settings."""
         if isinstance(into, torch.nn.Module | torch.optim.Optimizer):
             state = self._states[id(into)] = into.state_dict()
-            if isinstance(into, torch.optim.Optimizer):
+            if tensors_only := isinstance(into, torch.optim.Optimizer):
                 self._prepare_optimizer(path, saved, state)
             saved, into = _match_wrapper_prefix(saved, state), state
         if isinstance(into, torch.Tensor) and isinstance(saved, torch.Tensor):
@@ -88,22 +91,32 @@ class Match:
                 self.pairs.append(Pair(path, into, saved))
         elif isinstance(into, Mapping) and isinstance(saved, Mapping):
             for key in {**saved, **into}:
-                self._compare(below(path, key), saved.get(key, _NOTHING), into.get(key, _NOTHING))
+                both = saved.get(key, _NOTHING), into.get(key, _NOTHING)
+                self._compare(below(path, key), *both, tensors_only)
         elif isinstance(into, list | tuple) and isinstance(saved, list | tuple):
             for index, both in enumerate(zip_longest(saved, into, fillvalue=_NOTHING)):
-                self._compare(below(path, index), *both)
+                self._compare(below(path, index), *both, tensors_only)
         else:
-            self._missing.extend(named_tensors(into, path))
-            self._unexpected.extend(name or "the tensor" for name, _ in named_tensors(saved, path))
+            missing = list(named_tensors(into, path))
+            if saved is _NOTHING and not missing and not tensors_only:
+                missing = [(path, into)]
+            unexpected = [name or "the tensor" for name, _ in named_tensors(saved, path)]
+            self._missing += missing
+            self._unexpected += unexpected
+            self._spare += [path, *unexpected] if into is _NOTHING else []
 
     def _missing_names(self) -> list[str]:
         """But those of tied tensors, which other writers of safetensors files save under one name."""
         filled = [pair.target for pair in self.pairs]
-        return [
+        names = [
             name or "the tensor"
-            for name, tensor in self._missing
-            if type(tensor) not in _PLAIN or not any(map(tensor.is_set_to, filled))
+            for name, value in self._missing
+            if type(value) not in _PLAIN or not any(map(value.is_set_to, filled))
         ]
+        for index, name in enumerate(names[:NAMES_SHOWN]):
+            if near := difflib.get_close_matches(name, self._spare, n=1):
+                names[index] = f"{name} (did you mean {near[0]}?)"
+        return names
 
     def _prepare_optimizer(self, path: str, saved: Any, state: dict[str, Any]) -> None:
         """Make new tensors in an optimizer's state where it has none yet."""
