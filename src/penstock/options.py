@@ -95,7 +95,7 @@ def fraction(value: Any, what: str = "number") -> float:
     except (TypeError, ValueError):
         found = -1.0
     if not 0 <= found < float("inf"):
-        raise InvalidArgument(f"{value!r} is not a {what}: give 0 or more")
+        raise InvalidArgument(f"{value!r} is not a {what}: give a finite one, 0 or more")
     return found
 
 

@@ -208,6 +208,8 @@ def test_a_budget_that_is_no_size(budget: str, capsys: pytest.CaptureFixture[str
         (("--device-budget", "8GiB,"), "is not a size"),
         (("--host-budget=-1GiB",), "is not a size"),
         (("--time-limit", "soon"), "is not a number of seconds"),
+        (("--time-limit", "nan"), "'nan' is not a number of seconds: give a finite one, 0 or more"),
+        (("--time-limit=-1",), "'-1' is not a number of seconds: give a finite one, 0 or more"),
         (("--policy", "best"), "invalid choice: 'best'"),
     ],
 )
@@ -281,6 +283,9 @@ def test_the_scripts_own_errors_keep_its_part_of_their_traceback(
     assert cli.main(["trace", "broken.py:build"]) == 1
     shown = capsys.readouterr().err
     assert said in shown and shown.count('File "') == 1 and "broken.py" in shown
+    assert cli.main(["trace", "broken.py:build", "--json"]) == 1
+    answer = capsys.readouterr()
+    assert said in json.loads(answer.out)["error"] and answer.err == shown
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "plotly"])

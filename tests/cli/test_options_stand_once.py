@@ -75,7 +75,10 @@ def test_what_is_typed_is_what_a_program_gives() -> None:
     ("call", "said"),
     [
         (lambda: penstock.IoOptions(page_cache_budget="lots"), "page_cache_budget: 'lots' is not a size"),
-        (lambda: penstock.IoOptions(reexplore=-1), "reexplore: -1 is not a number: give 0 or more"),
+        (
+            lambda: penstock.IoOptions(reexplore=-1),
+            "reexplore: -1 is not a number: give a finite one, 0 or more",
+        ),
         (
             lambda: penstock.IoOptions(explorers="all"),
             "explorers: there is no 'all': choose divided",

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("penstock: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if not output.show_script_error(error):
+        if not output.show_script_error(error, as_json=options.json):
             raise
         return ERROR
     if answer.exit_code == INTERRUPTED:

@@ -100,15 +100,17 @@ def show_error(error: PenstockError, *, as_json: bool) -> None:
         _print_json({"error": str(error), **minimum})
 
 
-def show_script_error(error: Exception) -> bool:
-    """Print the traceback of an error in the user's script, from the script's first frame on. Returns whether
-    it is one."""
+def show_script_error(error: Exception, *, as_json: bool) -> bool:
+    """An error in the user's script: as `show_error`, with its traceback from the script's first frame on.
+    Returns whether it is one."""
     frames = error.__traceback__
     while frames is not None and not str(frames.tb_frame.f_globals.get("__name__")).startswith(SCRIPT):
         frames = frames.tb_next
     if frames is None and not isinstance(error, SyntaxError):
         return False
     traceback.print_exception(type(error), error, frames)
+    if as_json:
+        _print_json({"error": traceback.format_exception_only(error)[-1].strip()})
     return True
 
 
