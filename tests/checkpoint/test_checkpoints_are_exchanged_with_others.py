@@ -341,6 +341,15 @@ def test_convert_names_what_it_wrote(folder: Path, capsys: pytest.CaptureFixture
     ("arguments", "said"),
     [
         (("info", "none"), "No such file"),
+        (
+            ("info", "ftp://a/b"),
+            "ftp://a/b is of the kind ftp://, which cannot be used here: give a path, or s3://",
+        ),
+        (("ls", "ftp://a/b"), "ftp://a/b is of the kind ftp://, which cannot be used here"),
+        (
+            ("cp", "state.safetensors", "ftp://a/b"),
+            "ftp://a/b is of the kind ftp://, which cannot be used here",
+        ),
         (("verify", "notes.txt"), "notes.txt"),
         (("convert", "state.safetensors", "none/state.pt"), "Create the directory"),
         (("convert", "state.safetensors", "state.txt"), "does not say which format"),

@@ -358,8 +358,11 @@ def test_http_is_read(tmp_path: Path) -> None:
         assert same(checkpoint.load(f"{server.url}/state.safetensors"), state)
         server.answer = lambda path, number: "drop" if number % 3 == 0 else None
         assert same(checkpoint.load(f"{server.url}/state.safetensors"), state), "requests are sent again"
-        with pytest.raises(penstock.CheckpointError, match="cannot be written by HTTP"):
-            checkpoint.save(state, f"{server.url}/other.safetensors")
+        asked = len(server.requests)
+        for write, source in ((checkpoint.save, state), (checkpoint.convert, tmp_path / "state.safetensors")):
+            with pytest.raises(penstock.InvalidArgument, match="cannot be written by HTTP"):
+                write(source, f"{server.url}/other.safetensors")
+        assert len(server.requests) == asked
 
 
 def test_commands_take_urls(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,7 +224,15 @@ def test_bench_compares_what_reads_samples(store: str, capsys: pytest.CaptureFix
         (("verify", "tree"), "is not a sample store"),
         (("unpack", "store", "out", "cow"), "cow"),
         (("unpack", "store", "tree", "cat/1.txt"), "--overwrite"),
-        (("bench", "store", "--time-limit", "0"), "more than 0"),
+        (("bench", "store", "--time-limit", "0"), "nothing is read in 0 s by batches of 64: give more"),
+        (("upload", "store", "https://127.0.0.1:1/x"), "cannot be written by HTTP: give s3://BUCKET/NAME"),
+        (("upload", "store", "there"), "is not a URL. Give s3://BUCKET/NAME (gs://, az://), or nvme+tcp:"),
+        (
+            ("upload", "store", "ftp://a/b"),
+            "is of the kind ftp://, which penstock does not speak. Give s3://",
+        ),
+        (("info", "ftp://a/b"), "which penstock does not speak. Give a folder, s3://BUCKET/NAME"),
+        (("pack", "tree", "ftp://a/b"), "ftp://a/b cannot be packed to: give a folder, or s3://BUCKET/NAME"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -105,7 +105,7 @@ def test_what_is_refused_says_why(
         ("names no namespace", "upload", store, url.partition("?")[0]),
         ("Nothing listens there", "discover", "127.0.0.1:1"),
         ("neither a name nor an address", "discover", "a b"),
-        ("is a namespace: pack to a folder", "pack", store, url),
+        ("for a namespace upload the packed store then", "pack", store, url),
     ):
         assert says in told(capsys, *arguments, exit_code=1), arguments
     assert not Path("nvme+tcp:").exists()

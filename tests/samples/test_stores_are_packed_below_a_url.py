@@ -447,7 +447,7 @@ def test_places_that_cannot_be_written_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match="cannot be written by HTTP"):
         samples.pack(ITEMS, "https://127.0.0.1:1/x")
-    with pytest.raises(InvalidArgument, match="is a namespace: pack to a folder"):
+    with pytest.raises(InvalidArgument, match="for a namespace upload the packed store then"):
         samples.pack(ITEMS, "nvme+tcp://127.0.0.1/nqn.2014-08.org.example:x?ns=1")
     with pytest.raises(InvalidArgument, match=r"staging=.* is for objects"):
         samples.pack(ITEMS, tmp_path / "here", staging=tmp_path / "staging")

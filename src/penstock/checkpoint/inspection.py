@@ -138,6 +138,8 @@ def convert(source: PathLike, destination: PathLike, *, overwrite: bool = False)
     from penstock.checkpoint.saving import save
 
     place = place_of(destination)
+    if isinstance(place, ObjectPath):
+        place.bucket.require_writable()
     suffix = place.suffix.lower()
     if suffix not in OWN_SUFFIXES + TORCH_SUFFIXES:
         raise InvalidArgument(

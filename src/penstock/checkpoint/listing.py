@@ -20,7 +20,7 @@ from penstock.checkpoint.replace import remove_stale
 from penstock.checkpoint.source import CheckpointSource, PathLike, path_of
 from penstock.core.files import sync_folder
 from penstock.errors import CheckpointError
-from penstock.storage.objects import Bucket, ObjectError, is_object_url
+from penstock.storage.objects import FORMS, Bucket, ObjectError, is_object_url
 
 _LOCK = ".penstock.lock"
 
@@ -66,7 +66,7 @@ def folder_of(directory: PathLike) -> CheckpointFolder | CheckpointObjects:
     return (
         CheckpointObjects(str(directory))
         if is_object_url(directory)
-        else CheckpointFolder(path_of(directory))
+        else CheckpointFolder(path_of(directory, f", or {FORMS}"))
     )
 
 

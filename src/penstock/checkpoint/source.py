@@ -17,7 +17,8 @@ from penstock.checkpoint.remote import ObjectPath, OpenObject
 from penstock.errors import CheckpointError, InvalidArgument, InvalidCheckpoint, with_errno
 from penstock.options import IoOptions
 from penstock.storage import files
-from penstock.storage.objects import is_object_url
+from penstock.storage.nvme.url import is_url
+from penstock.storage.objects import FORMS, is_object_url
 from penstock.storage.page_cache import cached_share
 from penstock.storage.paths import IoPath
 
@@ -33,10 +34,13 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 PathLike = str | os.PathLike[str]
 
 
-def path_of(path: PathLike) -> Path:
-    """Raises InvalidArgument where ``path`` is none, or a URL."""
-    if is_object_url(path):
-        raise InvalidArgument(f"{path!r} is a URL, which cannot be used here: give the path of a file")
+def path_of(path: PathLike, others: str = "") -> Path:
+    """Raises InvalidArgument where ``path`` is none, or a URL. ``others``: what else could be given."""
+    if isinstance(path, str) and is_url(path):
+        scheme = path.partition("://")[0]
+        raise InvalidArgument(
+            f"{path} is of the kind {scheme}://, which cannot be used here: give a path{others}"
+        )
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise InvalidArgument(
             f"{path!r} is not a path: give the name of a file, as text or pathlib.Path. Open files and "
@@ -47,12 +51,15 @@ def path_of(path: PathLike) -> Path:
 
 def place_of(place: PathLike) -> Path | ObjectPath:
     """Of a file, or of an object at a URL. Raises InvalidArgument."""
-    return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place)
+    return ObjectPath.of(str(place)) if is_object_url(place) else path_of(place, f", or {FORMS}")
 
 
 def place_to_save(place: PathLike) -> Path | ObjectPath:
-    """Raises InvalidArgument also for a suffix behind which readers expect what torch.save writes."""
+    """Raises InvalidArgument also where it cannot be written, and for a suffix behind which readers expect
+    what torch.save writes."""
     found = place_of(place)
+    if isinstance(found, ObjectPath):
+        found.bucket.require_writable()
     if found.suffix.lower() in TORCH_SUFFIXES:
         name = os.path.splitext(found.name)[0] + OWN_SUFFIXES[0]
         raise InvalidArgument(

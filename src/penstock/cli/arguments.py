@@ -306,21 +306,21 @@ def _checkpoint(names: Commands) -> None:
     below = _group(names, "checkpoint", "look at checkpoints, verify and convert them")
 
     ls = _command(below, "ls", "checkpoint.ls", "list the checkpoints of a run")
-    _add(ls, "directory", "of penstock.checkpoint.Manager, or its URL", "Object", metavar="DIR")
+    _add(ls, "directory", "of penstock.checkpoint.Manager, or its URL", "Place", metavar="DIR")
     info = _command(below, "info", "checkpoint.info", "show what a checkpoint holds")
     summary = "read a checkpoint whole, and compare its checksums"
     verify = _command(below, "verify", "checkpoint.verify", summary)
     for command in (info, verify):
-        _add(command, "file", "of penstock.save, torch.save or safetensors", "Object", metavar="FILE")
+        _add(command, "file", "of penstock.save, torch.save or safetensors", "Place", metavar="FILE")
 
     summary = "write a checkpoint in the format of another suffix"
     convert = _command(below, "convert", "checkpoint.convert", summary)
     pack = _command(below, "pack", "checkpoint.pack", "write an increment with all its tensors into one file")
     cp = _command(below, "cp", "checkpoint.cp", "copy a checkpoint to or from a URL, verified on the way")
     for command in (convert, pack, cp):
-        _add(command, "source", "of penstock.save, torch.save or safetensors", "Object", metavar="A")
+        _add(command, "source", "of penstock.save, torch.save or safetensors", "Place", metavar="A")
         written = "penstock's: .safetensors, or a URL; torch's: .pt, .pth, .bin, .ckpt"
-        _add(command, "destination", written, "Object", metavar="B")
+        _add(command, "destination", written, "Place", metavar="B")
         _add(command, "--overwrite", "replace B if it is there", "bool")
 
 

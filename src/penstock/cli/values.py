@@ -36,12 +36,6 @@ def _place(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-def _object(text: str) -> Path | str:
-    from penstock.storage.objects import is_object_url
-
-    return text if is_object_url(text) else Path(text)
-
-
 def _directory(text: str) -> Path:
     if isinstance(_place(text), str):
         raise InvalidArgument(f"{text} is a remote drive: only probe and run spill to one")
@@ -51,12 +45,10 @@ def _directory(text: str) -> Path:
 PARSERS: dict[str, Callable[[str], Any]] = {
     "Rate": _rate,
     "Seconds": partial(fraction, what="number of seconds"),
-    "Fraction": partial(fraction, what="fraction"),
     "Steps": partial(whole_number, what="number of steps", least=1),
     "Samples": partial(whole_number, what="number of samples", least=1),
     "Disks": partial(whole_number, what="number of disks", least=1),
     "Place": _place,
-    "Object": _object,
     "Directory": _directory,
     "Hardware": Path,
     "Plan": Path,

@@ -295,7 +295,7 @@ def bench(
     read, InvalidArgument for a store without samples.
     """
     if not 0 < seconds < float("inf") or batch < 1:
-        raise InvalidArgument(f"{seconds=} and {batch=} have to be more than 0")
+        raise InvalidArgument(f"nothing is read in {seconds:g} s by batches of {batch}: give more than 0")
     each_s = seconds / (2 + len(ORDERS))
     rows: list[Throughput] = []
     with mount(path, "full", io=io) as store, _data_files(store) as files:

@@ -34,7 +34,7 @@ from penstock.samples.sources.folder import Files
 from penstock.samples.sources.source import RawSample, Source
 from penstock.samples.writing import PackedSamples, StoreWriter, restored
 from penstock.storage.nvme.url import is_url
-from penstock.storage.objects import Bucket, was_object_url
+from penstock.storage.objects import FORMS, Bucket, was_object_url
 from penstock.units import format_bytes, format_bytes_up, parse_bytes
 
 logger = logging.getLogger("penstock")
@@ -106,7 +106,8 @@ def pack(
     bucket = _bucket(dest)
     if bucket is None and is_url(dest):
         raise InvalidArgument(
-            f"{dest} is a namespace: pack to a folder, and then upload the store (penstock samples upload)"
+            f"{dest} cannot be packed to: give a folder, or {FORMS}; for a namespace upload the packed store "
+            "then (penstock samples upload)"
         )
     if data_file_bytes is None:
         data_file_bytes = layout.DATA_FILE_BYTES if bucket is None else DATA_FILE_BYTES
@@ -288,8 +289,7 @@ def _bucket(dest: str | os.PathLike[str]) -> Bucket | None:
     if not was_object_url(dest):
         return None
     bucket = Bucket(re.sub(r":/+", "://", os.fspath(dest), count=1))
-    if not bucket.is_writable:
-        raise InvalidArgument(f"{bucket} cannot be written by HTTP: give an s3://, gs:// or az:// URL")
+    bucket.require_writable()
     return bucket
 
 

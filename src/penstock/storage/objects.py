@@ -28,6 +28,7 @@ from penstock.storage.objects_elsewhere import Helper
 
 SCHEMES = ("s3", "gs", "az", "https", "http")
 READ_ONLY_SCHEMES = ("https", "http")
+FORMS = "s3://BUCKET/NAME (gs://, az://)"  # of what can be written
 DEFAULT_TIMEOUT_S = 60.0
 
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://", re.IGNORECASE)
@@ -98,6 +99,11 @@ class Bucket:
     def url_of(self, name: str) -> str:
         """The URL of an object."""
         return f"{self.url}/{name}" if name else self.url
+
+    def require_writable(self) -> None:
+        """Raises InvalidArgument."""
+        if not self.is_writable:
+            raise InvalidArgument(f"{self.url} cannot be written by HTTP: give {FORMS}")
 
     def info(self, name: str) -> ObjectInfo:
         """Of an object. Raises ObjectError."""
@@ -173,9 +179,9 @@ class Bucket:
         create      only where there is none, of bytes. EEXIST: there is one, which may be this one: an answer
                     may be lost. ENOTSUP: the server cannot tell
 
-        Raises ObjectError.
+        Raises ObjectError, and InvalidArgument as `require_writable`.
         """
-        self._check_writable(name)
+        self.require_writable()
         counted = 0
 
         def parts(each: Iterable[Buffer]) -> Iterator[Buffer]:
@@ -201,7 +207,7 @@ class Bucket:
         names = list(names)
         if not names:
             return
-        self._check_writable(names[0])
+        self.require_writable()
         try:
             with self._asking(names[0], "deleted") as store:
                 store.delete(names)
@@ -210,13 +216,6 @@ class Bucket:
                 raise
             for name in names if len(names) > 1 else ():
                 self.delete([name])
-
-    def _check_writable(self, name: str) -> None:
-        if not self.is_writable:
-            raise ObjectError(
-                errno.EROFS,
-                f"{self.url_of(name)} cannot be written by HTTP: give an s3://, gs:// or az:// URL",
-            )
 
     @contextmanager
     def _asking(self, name: str, what: str) -> Iterator[Any]:

@@ -193,8 +193,9 @@ def _listener(portal: Portal) -> socket.socket:
     try:
         return socket.create_server(portal, family=family, backlog=_BACKLOG)
     except OSError as error:
+        problem = str(error.strerror).partition(" (while")[0]  # what create_server adds says nothing new
         raise SampleError(
-            f"cannot listen on {portal}: {error.strerror or error}. Give an address of this machine, and a "
+            f"cannot listen on {portal}: {problem}. Give an address of this machine, and a "
             "port that nothing else listens on: --listen ADDRESS:PORT"
         ) from error
 

@@ -44,6 +44,7 @@ from penstock.storage.nvme.namespace import (
     subsystems_of,
 )
 from penstock.storage.nvme.url import Url, parse_portal, parse_url
+from penstock.storage.objects import FORMS
 from penstock.units import format_bytes
 
 
@@ -175,7 +176,7 @@ class RemoteStore:
 
 def remote_places(url: str | os.PathLike[str], timeout_s: float) -> list[Place]:
     """One partition, or all of them, as ``url`` says. Raises InvalidArgument, and as `places`."""
-    parsed = parse_url(os.fspath(url))
+    parsed = parse_url(os.fspath(url), f"a folder, {FORMS}, https://")
     store = RemoteStore(replace(parsed, fragment=""), timeout_s)
     return [RemotePlace(store, parsed.fragment)] if parsed.fragment else store.places()
 

@@ -36,7 +36,7 @@ from penstock.storage.nvme.contents import HEAD_BYTES, WRITER_OFFSET, known_cont
 from penstock.storage.nvme.lease import NamespaceInUse, NamespaceLease, wait_for_others
 from penstock.storage.nvme.namespace import DEFAULT_TIMEOUT_S, Namespace, TargetError
 from penstock.storage.nvme.url import parse_url
-from penstock.storage.objects import Bucket, is_object_url
+from penstock.storage.objects import FORMS, Bucket, is_object_url
 from penstock.storage.threads import in_parallel
 from penstock.units import format_bytes, format_bytes_up, format_seconds
 
@@ -76,8 +76,9 @@ def upload(
         from penstock.samples.objects.upload import upload_to_objects
 
         bucket = Bucket(url, timeout_s)
+        bucket.require_writable()
         return upload_to_objects(bucket, local_store(store), overwrite=overwrite, progress=report)
-    parsed = parse_url(url)
+    parsed = parse_url(url, FORMS)
     if parsed.fragment:
         raise InvalidArgument(f"{url!r} names a partition: a store takes all of a namespace. Leave # out")
     local = local_store(store)

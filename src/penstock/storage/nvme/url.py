@@ -106,8 +106,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return match is not None and (len(match[2]) > 1 or match[1].lower().startswith("nvme+"))
 
 
-def parse_url(text: str) -> Url:
-    """The namespace that ``text`` names. Raises InvalidArgument, which says what is wrong with it."""
+def parse_url(text: str, others: str = "") -> Url:
+    """The namespace that ``text`` names. Raises InvalidArgument, which says what is wrong with it.
+
+    others   what else could be given, where it is of another kind
+    """
     try:
         rest, hash_mark, fragment = _after_scheme(text).partition("#")
         if hash_mark and not fragment:
@@ -135,7 +138,8 @@ def parse_url(text: str) -> Url:
             fragment=_decoded(fragment, "the fragment"),
         )
     except _Wrong as problem:
-        raise InvalidArgument(f"{text!r} {problem}. Give {_FORM}") from None
+        also = f"{others}, or " if others and isinstance(problem, _WrongKind) else ""
+        raise InvalidArgument(f"{text!r} {problem}. Give {also}{_FORM}") from None
 
 
 def parse_portal(text: str) -> Portal:
@@ -150,10 +154,14 @@ class _Wrong(Exception):
     """What is wrong with a URL."""
 
 
+class _WrongKind(_Wrong):
+    """It is none of NVMe."""
+
+
 def _after_scheme(text: str) -> str:
     match = _URL.fullmatch(text)
     if match is None:
-        raise _Wrong("is not a URL")
+        raise _WrongKind("is not a URL")
     scheme = match[1].lower()
     if scheme == "nvme+tls":
         raise InvalidArgument(
@@ -161,7 +169,7 @@ def _after_scheme(text: str) -> str:
             "trust, or through an encrypted tunnel (WireGuard, IPsec)"
         )
     if scheme != SCHEME:
-        raise _Wrong(f"is of the kind {scheme}://, which penstock does not speak")
+        raise _WrongKind(f"is of the kind {scheme}://, which penstock does not speak")
     if len(match[2]) == 1:
         raise _Wrong("has lost a slash, as a URL does in a Path: give it as text")
     return match[2][2:] + match[3]
