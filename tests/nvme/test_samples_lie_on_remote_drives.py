@@ -207,7 +207,7 @@ def test_workers_read_for_themselves(target: Target, how: str) -> None:
     processes = context() if how == "forkserver" else how
     with mounted(url_of(target, 0), url_of(target, 1)) as store:
         store.read(0)
-        loader = Loader(store, batch_size=16, decode_batch=take, prefetch_bytes="1MiB")
+        loader = Loader(store, batch_size=16, decode_batch=take, decoded_bytes="1MiB")
         through = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context=processes)
         for _ in range(2 if how == "fork" else 1):
             assert sorted(sample for batch in through for sample in batch) == expected(CONTENT)

@@ -91,6 +91,11 @@ def test_signatures(name: str) -> None:
     assert all(extra.endswith("=") for extra in by_name)
 
 
+def test_a_name_means_one_thing_in_mount_and_loader() -> None:
+    mounting, loading = (inspect.signature(each).parameters for each in (samples.mount, samples.Loader))
+    assert not mounting.keys() & loading.keys()
+
+
 def test_defaults() -> None:
     mount = inspect.signature(samples.mount).parameters
     assert {name: mount[name].default for name in ("order", "rank", "world_size", "verify", "on_damage")} == {

@@ -136,7 +136,7 @@ def test_a_decode_function_gets_samples_with_all_that_is_known_of_them(folder: P
     plain = [batch[0].tolist() for batch in loader_of(folder, decode_batch=None, decode=decode)]
     seen = []
     for index, label, name, size, whole in loader_of(
-        folder, decode_batch=None, decode=decode, num_threads=threads, prefetch_bytes=4096
+        folder, decode_batch=None, decode=decode, num_threads=threads, decoded_bytes=4096
     ):
         assert torch.equal(label, index % 3)
         assert list(name) == [f"sample {i}" for i in index.tolist()]
@@ -160,7 +160,7 @@ def test_threads_work_at_once_and_hold_no_more_than_they_may(folder: Path) -> No
 
     assert sorted(flat(loader_of(folder, decode_batch=slow, num_threads=2))) == ALL
     counted = []
-    few = loader_of(folder, decode_batch=lambda batch: counted.append(1), num_threads=1, prefetch_bytes=1)
+    few = loader_of(folder, decode_batch=lambda batch: counted.append(1), num_threads=1, decoded_bytes=1)
     iterator = iter(few)
     next(iterator)
     time.sleep(0.05)
@@ -210,8 +210,9 @@ def test_an_iteration_that_another_one_replaced_says_so(folder: Path, threads: i
 
 def test_a_decode_function_that_hangs_is_not_waited_for_without_end(folder: Path) -> None:
     free = threading.Event()
+    loader = loader_of(folder, decode_batch=lambda batch: free.wait(20), num_threads=1, decode_timeout_s=0.1)
     with pytest.raises(SampleError, match="to be decoded by 1 threads"):
-        next(iter(loader_of(folder, decode_batch=lambda batch: free.wait(20), num_threads=1, timeout_s=0.1)))
+        next(iter(loader))
     free.set()
 
 

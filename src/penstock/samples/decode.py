@@ -191,12 +191,12 @@ def size_of(value: Any) -> int:
 class DecodeThreads:
     """Decodes batches ahead of the consumer, which gets them in order.
 
-    prefetch_bytes  most that is ready or under way, as batches or as what becomes of them; at least one batch
+    decoded_bytes   most that is ready or under way, as batches or as what becomes of them; at least one batch
     timeout_s       longest wait for one batch
     """
 
-    def __init__(self, convert: Convert, threads: int, prefetch_bytes: int, timeout_s: float) -> None:
-        self.threads, self._prefetch_bytes, self._timeout_s = threads, prefetch_bytes, timeout_s
+    def __init__(self, convert: Convert, threads: int, decoded_bytes: int, timeout_s: float) -> None:
+        self.threads, self._decoded_bytes, self._timeout_s = threads, decoded_bytes, timeout_s
         self._convert = convert
         self._pool = DaemonThreads("penstock-decode", threads)
         self._given: collections.deque[tuple[Future[tuple[Any, int]], int, int, int]] = collections.deque()
@@ -209,7 +209,7 @@ class DecodeThreads:
 
     def has_room(self) -> bool:
         """Whether another batch may be given."""
-        return not self._given or self._held_bytes < self._prefetch_bytes
+        return not self._given or self._held_bytes < self._decoded_bytes
 
     def give(self, batch: Batch, taken: int) -> None:
         """taken: samples that the iteration has given with this batch."""
@@ -231,7 +231,7 @@ class DecodeThreads:
                 raise  # the decode function's own
             raise SampleError(
                 f"waited {format_seconds(self._timeout_s)} for a batch of {format_bytes(batch_bytes)} to be "
-                f"decoded by {self.threads} threads: the decode function hangs, or needs more timeout_s"
+                f"decoded by {self.threads} threads: it hangs, or needs more decode_timeout_s"
             ) from error
         self._held_bytes -= cost_bytes
         self._growth = value_bytes / max(1, batch_bytes)

@@ -37,9 +37,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
                     many steps; fewer than ``world_size * workers * batch_size`` samples are left out
     num_threads     number of threads that decode ahead, in order; 0 decodes when a batch is asked for
     pin_memory      deliver tensors in pinned memory, where there is an accelerator
-    prefetch_bytes  most that the threads hold decoded or under way
+    decoded_bytes   most that the threads hold decoded or under way
     workers         of the DataLoader that will read this, for len() before they have begun
-    timeout_s       longest wait for a batch to be decoded by a thread
+    decode_timeout_s  longest wait for a batch to be decoded by a thread
 
     Without a decode function a batch is a dict of tensors, as `to_tensors` in decode.py says.
 
@@ -63,9 +63,9 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         drop_last: bool = False,
         num_threads: int = 0,
         pin_memory: bool = False,
-        prefetch_bytes: int | str = "64MiB",
+        decoded_bytes: int | str = "64MiB",
         workers: int | None = None,
-        timeout_s: float = 120.0,
+        decode_timeout_s: float = 120.0,
     ) -> None:
         checked_source(store)
         if batch_size < 1 or num_threads < 0:
@@ -75,8 +75,8 @@ class Loader(IterableDataset[Any]):  # type: ignore[misc]
         converter(store.encoding, decode, decode_batch, collate_fn)
         self.store = store
         self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
-        self.num_threads, self.pin_memory, self.timeout_s = num_threads, pin_memory, timeout_s
-        self.prefetch_bytes = parse_bytes(prefetch_bytes)
+        self.num_threads, self.pin_memory, self.decode_timeout_s = num_threads, pin_memory, decode_timeout_s
+        self.decoded_bytes = parse_bytes(decoded_bytes)
         self._functions = decode, decode_batch, collate_fn
         self._workers = workers
         self._epochs = EpochCoordinator()
@@ -264,7 +264,7 @@ class _Iteration(Iterator[Any]):
         self._sequence = self._store.sequences
         if loader.num_threads:
             threads = loader.num_threads
-            self._threads = DecodeThreads(convert, threads, loader.prefetch_bytes, loader.timeout_s)
+            self._threads = DecodeThreads(convert, threads, loader.decoded_bytes, loader.decode_timeout_s)
 
     def __next__(self) -> Any:
         if self._closed:
