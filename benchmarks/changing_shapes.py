@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.steps = UNSETTLED_STEPS + 3
 
     console = wide_console()
-    hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 10.0)
+    hardware = penstock.probe(options.spill_dir, time_limit_s=1.0 if options.quick else 10.0)
     hardware_file = options.output.with_suffix(".hardware.json")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     hardware.save(hardware_file)

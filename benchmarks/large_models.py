@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.spill_dir, prefix="penstock-large-") as folder:
-        hardware = penstock.probe(folder, time_budget_s=10.0 if options.scale == 1 else 1.0)
+        hardware = penstock.probe(folder, time_limit_s=10.0 if options.scale == 1 else 1.0)
         hardware.save(hardware_file := Path(folder) / "hardware.json")
         for name, case in cases.items():
             console.print(

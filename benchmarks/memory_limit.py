@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = {"swap": measure_swap, "larger": measure_larger}
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
-        hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 10.0)
+        hardware = penstock.probe(options.spill_dir, time_limit_s=1.0 if options.quick else 10.0)
         hardware.save(hardware_file)
         try:
             measured = {part: parts[part](options, hardware_file, console) for part in options.part or PARTS}

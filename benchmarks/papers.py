@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = document.get("parts", {})
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
-        hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 5.0)
+        hardware = penstock.probe(options.spill_dir, time_limit_s=1.0 if options.quick else 5.0)
         hardware.save(hardware_file)
         session = training.Session(
             options.spill_dir, hardware_file, options.quick, 2 if options.quick else options.steps, tell

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
-        hardware = penstock.probe(options.spill_dir, time_budget_s=1.0 if options.quick else 10.0)
+        hardware = penstock.probe(options.spill_dir, time_limit_s=1.0 if options.quick else 10.0)
         hardware.save(hardware_file)
         for name in options.models or (QUICK_MODELS if options.quick else MODELS):
             config = MODELS[name][options.quick]

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         hardware_file = Path(scratch) / "hardware.json"
         hardware = penstock.probe(
-            options.spill_dir, time_budget_s=1.0 if options.quick else 10.0, host_budget=peak_bytes
+            options.spill_dir, time_limit_s=1.0 if options.quick else 10.0, host_budget=peak_bytes
         )
         hardware.save(hardware_file)
         jobs = {

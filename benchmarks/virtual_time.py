@@ -329,7 +329,7 @@ def planned(
     """As a run plans on an accelerator."""
     movable, budget_bytes = plannable(trace, given.device_bytes, small_bytes)
     plan = penstock.plan(
-        movable, given, planning.policy, recompute=planning.recompute, device_budget_bytes=budget_bytes
+        movable, given, planning.policy, recompute=planning.recompute, device_budget=budget_bytes
     )
     return replace(plan, trace=trace)
 

@@ -66,7 +66,7 @@ def demo_step() -> Step:
     )
     activations_bytes = trace.peak_bytes - trace.persistent_bytes
     budget_bytes = trace.persistent_bytes + int(FRACTION * activations_bytes)
-    evictions = penstock.plan(trace, hardware, recompute=False, device_budget_bytes=budget_bytes).evictions
+    evictions = penstock.plan(trace, hardware, recompute=False, device_budget=budget_bytes).evictions
     order = sorted(range(len(evictions)), key=lambda index: evictions[index].prefetch_at)
     return Step(tuple(int(trace.tensor_bytes[eviction.tensor]) for eviction in evictions), tuple(order))
 

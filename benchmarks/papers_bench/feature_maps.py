@@ -90,7 +90,7 @@ def budget_of(trace: penstock.Trace, hardware: penstock.Hardware, policy: str) -
     for twentieths in range(10, 20):
         budget_bytes = trace.peak_bytes * twentieths // 20
         try:
-            penstock.plan(trace, machine, policy, False, False, 1.0, device_budget_bytes=budget_bytes)
+            penstock.plan(trace, machine, policy, False, False, 1.0, device_budget=budget_bytes)
         except PenstockError:
             continue
         return budget_bytes

@@ -32,7 +32,7 @@ def lockstep(
     Raises what `penstock.plan` raises.
     """
     least_bytes = min(budget_bytes, trace.released.peak_bytes - 1) if always else budget_bytes
-    free = penstock.plan(*(trace, hardware, POLICIES[policy], False, False), device_budget_bytes=least_bytes)
+    free = penstock.plan(*(trace, hardware, POLICIES[policy], False, False), device_budget=least_bytes)
     assert free.trace is not None
     ready = {(period.tensor, period.begin): period.ready for period in free.trace.inactive_periods}
     out_s, in_s = np.zeros(trace.kernels), np.zeros(trace.kernels)

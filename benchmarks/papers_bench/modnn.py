@@ -230,7 +230,7 @@ def cells(name: str, budgets: Sequence[int], time_limit_s: float) -> list[dict[s
                     one[f"{way}{IF_NEEDED}"] = whole / size * if_needed_s
                 else:
                     part_s = penstock.plan(
-                        *(trace, MACHINE, way, False, False, time_limit_s), device_budget_bytes=budget_bytes
+                        *(trace, MACHINE, way, False, False, time_limit_s), device_budget=budget_bytes
                     ).predicted_s
                 one[way] = whole / size * part_s
             except PenstockError as error:

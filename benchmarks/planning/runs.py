@@ -87,7 +87,7 @@ def run(
             recompute=way.recompute,
             compress=way.compress,
             time_limit_s=time_limit_s,
-            device_budget_bytes=budget_bytes,
+            device_budget=budget_bytes,
         )
     except PenstockError as error:
         planning_s = time.perf_counter() - began_s

@@ -100,7 +100,7 @@ def test_what_is_typed_is_what_a_program_gives() -> None:
         (lambda: penstock.offload(device_budget="8"), "device_budget: '8' has no unit"),
         (lambda: penstock.offload(device_budget="1GB", disk_budget="auto"), "disk_budget: 'auto' is of a"),
         (lambda: penstock.IoOptions(page_cache_budget="8"), "page_cache_budget: '8' has no unit"),
-        (lambda: penstock.plan(*_planned(), device_budget_bytes="8"), "'8' has no unit"),
+        (lambda: penstock.plan(*_planned(), device_budget="8"), "'8' has no unit"),
         (lambda: penstock.offload(device_budget="-1"), "device_budget: '-1' is not a size"),
     ],
 )

@@ -70,10 +70,10 @@ SIGNATURES = {
     "load": (["path", "map_location=", "mmap="], ["into=", "verify="]),
     "trace": (["step"], ["fake=", "device=", "warmup=", "mode="]),
     "fake_mode": ([], []),
-    "probe": (["spill_dir", "device=", "time_budget_s="], []),
+    "probe": (["spill_dir", "device=", "time_limit_s="], []),
     "plan": (
         ["trace", "hardware", "policy=", "recompute=", "compress=", "time_limit_s="],
-        ["device_budget_bytes="],
+        ["device_budget="],
     ),
     "simulate": (["trace", "plan", "hardware"], []),
     "check": (["trace", "plan", "hardware"], []),

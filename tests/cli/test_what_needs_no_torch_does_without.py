@@ -104,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = penstock.trace(lambda: model(torch.ones(8, 64)).sum().backward())
     trace.save(folder / "trace.json.gz")
     HARDWARE.save(folder / "given.json")
-    penstock.plan(trace, HARDWARE, device_budget_bytes="1GiB").save(folder / "plan.json")
+    penstock.plan(trace, HARDWARE, device_budget="1GiB").save(folder / "plan.json")
     penstock.save(model.state_dict(), folder / "state.safetensors")
     samples.pack([("one", b"a sample")], folder / "store")
     return folder

@@ -122,7 +122,7 @@ def test_the_programs_own_limit_outlives_a_run(
 
 
 def test_devices_are_measured(tmp_path: Path) -> None:
-    machine = penstock.probe(tmp_path, device=DEVICE, time_budget_s=0.2)
+    machine = penstock.probe(tmp_path, device=DEVICE, time_limit_s=0.2)
     properties = torch.get_device_module(DEVICE).get_device_properties(0)
     assert machine.device_bytes == properties.total_memory
     assert machine.name.startswith(f"{properties.name}, ")

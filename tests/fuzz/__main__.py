@@ -156,7 +156,7 @@ def _a_superblock() -> bytes:
 
 def targets(folder: Path) -> dict[str, Target]:
     trace, hardware = five_kernels(), machine()
-    made = plan(trace, hardware, "g10", device_budget_bytes=200)
+    made = plan(trace, hardware, "g10", device_budget=200)
     state = {"a": torch.zeros(2), "b": [torch.ones(3), 1.5, None, ("x", b"y")], 3: {"c": True}}
     fields = {"image": np.arange(6, dtype=np.uint8).reshape(2, 3), "number": 1, "list": ["a", None]}
     entries = laid_out(("a", "F32", (2, 3)), ("b", "BF16", ()))

@@ -37,5 +37,5 @@ def reproducible(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def machine(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> penstock.Hardware:
     seconds = 2 if DEVICE == "cuda" else 0.2
-    measured = penstock.probe(tmp_path_factory.mktemp("probe"), device=DEVICE, time_budget_s=seconds)
+    measured = penstock.probe(tmp_path_factory.mktemp("probe"), device=DEVICE, time_limit_s=seconds)
     return replace(measured, host_bytes=4 << 30)

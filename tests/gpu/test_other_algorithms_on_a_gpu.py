@@ -105,7 +105,7 @@ def test_variants_give_the_bits_of_their_settings(
     names = [[variant.name for variant in variants] for variants in trace.kernel_variants]
     chosen = tuple(found.index(name) if name in found else -1 for found in names)
     assert sum(variant >= 0 for variant in chosen) == 4
-    plan = penstock.plan(replace(trace, kernel_variants=()), machine, "keep", device_budget_bytes=BUDGET)
+    plan = penstock.plan(replace(trace, kernel_variants=()), machine, "keep", device_budget=BUDGET)
     with offload(**options, plan=replace(plan, variants=chosen, trace=trace)) as run:
         found = train(run.micro_batches, run.step)
         assert run.report().variants == {name: 4}

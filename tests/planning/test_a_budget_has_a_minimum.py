@@ -52,12 +52,12 @@ def test_a_variant_with_less_workspace_lowers_it_for_every_policy() -> None:
     trace = replace(traced, kernel_variants=((), variants, (Variant("slow", 9.0, 0),), ()))
     assert minimum_bytes(traced) == 180 and minimum_bytes(trace) == 100
     for policy in ("evict_all", "g10", "modnn", "optimal"):
-        made_of = plan(trace, machine(), policy, device_budget_bytes=130)
+        made_of = plan(trace, machine(), policy, device_budget=130)
         assert check(trace, made_of, machine()) == []
         assert made_of.variants == (-1, 1, -1, -1), policy
         assert made_of.predicted_peak_bytes <= 130
-        assert plan(trace, machine(), policy, device_budget_bytes=100).variants == (-1, 0, 0, -1)
-    assert plan(trace, machine(), "g10", device_budget_bytes=180).variants == ()
+        assert plan(trace, machine(), policy, device_budget=100).variants == (-1, 0, 0, -1)
+    assert plan(trace, machine(), "g10", device_budget=180).variants == ()
 
 
 def lingering() -> Trace:
@@ -87,13 +87,13 @@ def test_what_nobody_reads_again_leaves_first() -> None:
 
 def test_it_is_no_part_of_the_minimum_and_of_no_plan() -> None:
     trace = lingering()
-    made = plan(trace, machine(), device_budget_bytes=306)
+    made = plan(trace, machine(), device_budget=306)
     assert made.minimum_bytes == minimum_bytes(trace) == 100
     assert made.evictions == () and made.predicted_peak_bytes == 300
     assert "the 300 B that kernels still read fit" in made.reason
     assert check(trace, made, machine()) == []
-    assert plan(trace, machine(), device_budget_bytes=307).predicted_peak_bytes == 307
-    tight = plan(trace, machine(), device_budget_bytes=200)
+    assert plan(trace, machine(), device_budget=307).predicted_peak_bytes == 307
+    tight = plan(trace, machine(), device_budget=200)
     assert {evict.tensor for evict in tight.evictions} == {0}
     assert check(trace, tight, machine()) == [] and tight.predicted_peak_bytes == 200
 
@@ -109,7 +109,7 @@ def test_every_policy_relies_on_it(data: st.DataObject, trace: Trace, fraction: 
     budget = least + int(fraction * (trace.peak_bytes - least))
     for policy in ("evict_all", "vdnn_all", "modnn", "g10", "optimal"):
         hardware = machine(1e6)
-        made = plan(trace, hardware, policy, time_limit_s=0.1, device_budget_bytes=budget)
+        made = plan(trace, hardware, policy, time_limit_s=0.1, device_budget=budget)
         assert check(trace, made, hardware) == []
         assert made.predicted_peak_bytes == simulate(trace, made, hardware).peak_bytes <= budget
 
@@ -125,7 +125,7 @@ def test_one_byte_less_is_refused_with_the_number(trace: Trace) -> None:
     least = minimum_bytes(trace)
     for policy in (*POLICIES, "optimal"):
         with pytest.raises(BudgetTooSmall) as caught:
-            plan(trace, machine(), policy, device_budget_bytes=least - 1)
+            plan(trace, machine(), policy, device_budget=least - 1)
         assert caught.value.minimum_bytes == least
 
 
@@ -134,7 +134,7 @@ def test_the_message_says_which_kernel_how_much_and_what_to_do() -> None:
     big = step.tensor(1537 * 2**20 + 1)
     step.kernel("layer4.2.conv2", 1.0, outputs=[big])
     with pytest.raises(BudgetTooSmall) as caught:
-        plan(step.trace(), machine(), device_budget_bytes=2**30)
+        plan(step.trace(), machine(), device_budget=2**30)
     assert str(caught.value) == (
         "kernel `layer4.2.conv2` alone needs 1.51 GiB (activation 1.50 GiB); the device budget is 1.00 GiB. "
         "No plan can help: raise the budget to 1.51 GiB or lower the micro-batch."
@@ -146,14 +146,14 @@ def test_the_device_is_the_budget_when_none_is_given() -> None:
     assert made.device_budget_bytes == 250
     assert made.policy == "optimal"
     with pytest.raises(InvalidArgument, match="exceeds the device"):
-        plan(five_kernels(), machine(device_bytes=250), device_budget_bytes=251)
+        plan(five_kernels(), machine(device_bytes=250), device_budget=251)
 
 
 def test_optimal_keeps_what_fits_and_says_why() -> None:
-    made = plan(five_kernels(), machine(), device_budget_bytes=300)
+    made = plan(five_kernels(), machine(), device_budget=300)
     assert (made.policy, made.evictions) == ("optimal", ())
     assert made.reason == "all of the step's 300 B fit in the budget of 300 B"
-    made = plan(five_kernels(), machine(), device_budget_bytes=299)
+    made = plan(five_kernels(), machine(), device_budget=299)
     assert made.policy == "optimal"
     assert made.reason.startswith("the step's peak of 300 B exceeds the budget of 299 B")
 
@@ -162,14 +162,14 @@ def test_policies_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="choose keep, evict_all, vdnn_all, "):
         plan(five_kernels(), machine(), "best")
     with pytest.raises(InvalidArgument, match="'keep' needs 300 B on the device; the budget is 299 B"):
-        plan(five_kernels(), machine(), "keep", device_budget_bytes=299)
+        plan(five_kernels(), machine(), "keep", device_budget=299)
 
 
 def test_more_budget_costs_no_time() -> None:
     trace = gpt(4)
     least, most = minimum_bytes(trace), trace.peak_bytes
     times = [
-        plan(trace, machine(1e9), device_budget_bytes=least + (most - least) * part // 8).predicted_s
+        plan(trace, machine(1e9), device_budget=least + (most - least) * part // 8).predicted_s
         for part in range(9)
     ]
     assert times[-1] == pytest.approx(trace.ideal_s)

@@ -149,13 +149,13 @@ def make_step(samples: int) -> Callable[[], None]:
 
 
 def test_a_step_is_made_for_each_size_and_not_run(hardware: penstock.Hardware) -> None:
-    found = penstock.best_batch(make_step, hardware, device_budget_bytes="1MiB", least=2, time_limit_s=0.2)
+    found = penstock.best_batch(make_step, hardware, device_budget="1MiB", least=2, time_limit_s=0.2)
     assert found.in_memory is not None
     assert 2 < found.in_memory.samples < found.largest.samples
     trace = found.largest.plan.trace if found.largest.plan else None
     assert trace is not None and not trace.measured
     with pytest.raises(penstock.InvalidArgument, match=r"batch of 1 cannot be traced.*`least`"):
-        penstock.best_batch(make_step, hardware, device_budget_bytes="1MiB")
+        penstock.best_batch(make_step, hardware, device_budget="1MiB")
     with pytest.raises(penstock.InvalidArgument, match="give a function"):
         penstock.best_batch(3, hardware)  # type: ignore[arg-type]
 

@@ -46,7 +46,7 @@ def weights(uses: int = 1, tail: int = 6) -> tuple[Trace, Hardware]:
 def test_a_weight_is_written_in_the_iteration_before() -> None:
     """Written after it was read, the weight would keep the large tensor waiting for 3 s."""
     trace, slow = weights(tail=10)
-    made = plan(trace, slow, device_budget_bytes=210)
+    made = plan(trace, slow, device_budget=210)
     assert check(trace, made, slow) == []
     assert made.predicted_s == pytest.approx(trace.ideal_s + 0.2, abs=0.15)
     written = [evict for evict in made.evictions if evict.tensor == 0]

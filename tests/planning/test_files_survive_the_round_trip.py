@@ -30,7 +30,7 @@ from tests.support.traces import gpt, legal_plans, machine, machines, whole_trac
 
 def made() -> tuple[Trace, Hardware, Plan, Timeline]:
     trace, hardware = gpt(2), dataclasses.replace(machine(), measured_rates={"disk_read": ((4096, 1e8),)})
-    decided = plan(trace, hardware, "g10", device_budget_bytes=trace.peak_bytes // 2)
+    decided = plan(trace, hardware, "g10", device_budget=trace.peak_bytes // 2)
     return trace, hardware, decided, simulate(trace, decided, hardware)
 
 
@@ -110,7 +110,7 @@ def test_a_plan_made_from_a_file_is_the_same(tmp_path: Path) -> None:
         Trace.load(tmp_path / "trace.json.gz"),
         hardware,
         "g10",
-        device_budget_bytes=decided.device_budget_bytes,
+        device_budget=decided.device_budget_bytes,
     )
     assert again == decided
 

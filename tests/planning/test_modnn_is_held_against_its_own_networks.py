@@ -89,7 +89,7 @@ def test_a_kernel_in_lock_step_takes_as_long_as_the_copies_beside_it(
     assert held.kernel_time_s.tolist() == expected
     locked_s = lockstep.iteration_s(trace, hardware, "vdnn_all_lockstep", 300)
     assert locked_s >= sum(expected)
-    free = penstock.plan(trace, hardware, "vdnn_all", False, False, device_budget_bytes=300)
+    free = penstock.plan(trace, hardware, "vdnn_all", False, False, device_budget=300)
     assert locked_s >= free.predicted_s
 
 

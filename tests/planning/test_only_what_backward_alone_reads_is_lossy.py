@@ -101,7 +101,7 @@ def test_plans_and_timelines_count_half(policy: str) -> None:
     trace = replace(step.trace(), tensor_float32=np.ones(LAYERS + 1, dtype=np.bool_))
     budget_bytes = 4 * SIZE + 2 * PAGE
     found = {
-        lossy: penstock.plan(trace, _hardware(), policy, device_budget_bytes=budget_bytes, lossy=lossy)
+        lossy: penstock.plan(trace, _hardware(), policy, device_budget=budget_bytes, lossy=lossy)
         for lossy in (None, "fp16")
     }
     exact, lossy = found[None], found["fp16"]

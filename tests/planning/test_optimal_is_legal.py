@@ -71,7 +71,7 @@ def test_for_every_trace(
                 recompute=recompute,
                 compress=compress,
                 time_limit_s=limit_s,
-                device_budget_bytes=budget,
+                device_budget=budget,
             )
         except SpillSpaceFull:
             assert hardware.disk_bytes < trace.tensor_bytes.sum() and budget < trace.peak_bytes
@@ -122,16 +122,14 @@ def test_where_no_tier_has_room() -> None:
     trace = gpt(2)
     hardware = replace(machine(), disk_bytes=1)
     with pytest.raises(SpillSpaceFull, match="Raise"):
-        plan(trace, hardware, "optimal", device_budget_bytes=minimum_bytes(trace))
+        plan(trace, hardware, "optimal", device_budget=minimum_bytes(trace))
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     trace = gpt(2)
     hardware = machine(trace.tensor_bytes.sum() / trace.ideal_s / 4, host_bytes=trace.peak_bytes // 4)
     budget = (minimum_bytes(trace) + trace.peak_bytes) // 2
-    answers = [
-        plan(trace, hardware, "optimal", time_limit_s=600, device_budget_bytes=budget) for _ in range(2)
-    ]
+    answers = [plan(trace, hardware, "optimal", time_limit_s=600, device_budget=budget) for _ in range(2)]
     assert answers[0] == answers[1]
 
 
@@ -139,7 +137,7 @@ def test_without_a_solver_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(optimal_module, "find_spec", lambda name: None)
     trace = gpt(2)
     hardware = machine(trace.tensor_bytes.sum() / trace.ideal_s / 4)
-    result = plan(trace, hardware, "optimal", device_budget_bytes=minimum_bytes(trace))
+    result = plan(trace, hardware, "optimal", device_budget=minimum_bytes(trace))
     sound(trace, hardware, result)
     assert "pip install '.[plan]'" in result.reason
 
@@ -170,7 +168,7 @@ def test_few_large_tensors_move_where_that_is_as_fast_as_any_plan() -> None:
     for tensor in small[::-1] + large[::-1]:
         step.kernel("use", 1.0, [tensor])
     trace = step.trace()
-    made = plan(trace, machine(1e9), device_budget_bytes=trace.peak_bytes - (10 << 20))
+    made = plan(trace, machine(1e9), device_budget=trace.peak_bytes - (10 << 20))
     assert made.predicted_s <= trace.ideal_s * 1.001
     assert {evict.tensor for evict in made.evictions} <= set(large)
 
@@ -180,7 +178,7 @@ def test_what_costs_no_time_goes_to_the_host(share: float) -> None:
     trace = gpt(6)
     budget = (minimum_bytes(trace) + trace.peak_bytes) // 2
     host_bytes = int(share * trace.peak_bytes)
-    result = plan(trace, machine(1e12, host_bytes=host_bytes), device_budget_bytes=budget)
+    result = plan(trace, machine(1e12, host_bytes=host_bytes), device_budget=budget)
     assert result.gap == pytest.approx(0)
     tiers = [evict.tier for evict in result.evictions]
     assert tiers and set(tiers) == {"host"}
@@ -191,5 +189,5 @@ def test_the_disk_helps_a_host_that_would_be_too_slow() -> None:
     trace = gpt(6)
     budget = (minimum_bytes(trace) + trace.peak_bytes) // 2
     hardware = replace(machine(3e8, host_bytes=trace.peak_bytes), host_to_device_bytes_per_s=3e8)
-    result = plan(trace, replace(hardware, device_to_host_bytes_per_s=3e8), device_budget_bytes=budget)
+    result = plan(trace, replace(hardware, device_to_host_bytes_per_s=3e8), device_budget=budget)
     assert {evict.tier for evict in result.evictions} == {"host", "disk"}

@@ -112,7 +112,7 @@ def ratios(
         )
         if budget >= trace.peak_bytes or math.isinf(best_s):
             continue
-        made = plan(trace, hardware, "optimal", recompute, device_budget_bytes=budget, time_limit_s=60)
+        made = plan(trace, hardware, "optimal", recompute, device_budget=budget, time_limit_s=60)
         assert not check(trace, made, hardware)
         assert made.lower_bound_s <= best_s * (1 + 1e-9)
         found.append(made.predicted_s / best_s)

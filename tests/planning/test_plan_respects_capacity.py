@@ -52,7 +52,7 @@ def test_any_budget_from_the_minimum_up(trace: Trace, hardware: Hardware, fracti
 def legal_or_refused(trace: Trace, hardware: Hardware, policy: str, budget: int) -> Plan | None:
     """The plan, if there is room on the tiers for what has to leave."""
     try:
-        made = artifact.plan(trace, hardware, policy, recompute=True, device_budget_bytes=budget)
+        made = artifact.plan(trace, hardware, policy, recompute=True, device_budget=budget)
     except SpillSpaceFull as full:
         assert hardware.disk_bytes < trace.tensor_bytes.sum() and budget < trace.peak_bytes
         assert policy != "modnn" or "the policy 'modnn' finds no room" in str(full)
@@ -84,7 +84,7 @@ def kernels_take_their_time(trace: Trace, timeline: Timeline) -> None:
 def test_a_tier_that_is_too_small_is_named_with_its_size() -> None:
     hardware = machine(disk_bytes=99)
     with pytest.raises(SpillSpaceFull, match=r"within 200 B.* kernel `a`.* disk budget of 99 B"):
-        plan(five_kernels(), hardware, device_budget_bytes=200)
+        plan(five_kernels(), hardware, device_budget=200)
 
 
 @pytest.mark.parametrize("shares_bus", [True, False])
@@ -100,7 +100,7 @@ def test_a_gpt_uses_the_host_where_the_disk_is_slow(shares_bus: bool) -> None:
         disk_shares_bus=shares_bus,
         **fast,
     )
-    made = plan(trace, hardware, device_budget_bytes=trace.peak_bytes // 2)
+    made = plan(trace, hardware, device_budget=trace.peak_bytes // 2)
     assert check(trace, made, hardware) == []
     assert {evict.tier for evict in made.evictions} == {"host", "disk"}
     assert made.predicted_peak_bytes <= trace.peak_bytes // 2

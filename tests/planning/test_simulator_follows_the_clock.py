@@ -112,7 +112,7 @@ def test_where_copies_cost_time_fewer_and_larger_ones_move() -> None:
         step.kernel("use", 1.0, [tensor], phase="backward")
     trace = step.trace()
     hardware = replace(machine(1e9), copy_overhead_s=1e-3)
-    made = plan(trace, hardware, device_budget_bytes=16 << 20, time_limit_s=2.0)
+    made = plan(trace, hardware, device_budget=16 << 20, time_limit_s=2.0)
     assert [evict.tensor for evict in made.evictions] == [large]
     assert made.predicted_s == pytest.approx(trace.ideal_s + 2e-3)
 
@@ -126,8 +126,8 @@ def test_a_link_is_as_slow_as_its_copies_were() -> None:
     points = {"disk_write": ((50, 25.0), (100, 50.0)), "disk_read": ((100, 50.0),)}
     scaled = replace(machine(50.0), measured_rates=points).scaled({"disk_write": 0.5, "disk_read": 2.0})
     assert scaled.measured_rates == {"disk_write": ((50, 12.5), (100, 25.0)), "disk_read": ((100, 100.0),)}
-    assert plan(five_kernels(), scaled, "evict_all", device_budget_bytes=100).predicted_s > (
-        plan(five_kernels(), machine(50.0), "evict_all", device_budget_bytes=100).predicted_s
+    assert plan(five_kernels(), scaled, "evict_all", device_budget=100).predicted_s > (
+        plan(five_kernels(), machine(50.0), "evict_all", device_budget=100).predicted_s
     )
 
 
@@ -255,7 +255,7 @@ def test_with_an_infinitely_fast_disk_nothing_is_lost(trace: Trace, fraction: fl
     hardware = machine(float("inf"))
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
-    made = plan(trace, hardware, policy, device_budget_bytes=budget)
+    made = plan(trace, hardware, policy, device_budget=budget)
     assert check(trace, made, hardware) == []
     assert made.predicted_s == pytest.approx(trace.ideal_s)
 
@@ -263,7 +263,7 @@ def test_with_an_infinitely_fast_disk_nothing_is_lost(trace: Trace, fraction: fl
 def test_a_faster_disk_is_never_slower_for_one_plan_of_a_gpt() -> None:
     trace = gpt()
     budget = trace.peak_bytes // 2
-    made = plan(trace, machine(1e9), device_budget_bytes=budget)
+    made = plan(trace, machine(1e9), device_budget=budget)
     times = [simulate(trace, made, machine(rate)).iteration_s for rate in (2e8, 5e8, 1e9, 4e9, 1e11)]
     assert times == sorted(times, reverse=True)
     assert times[-1] == pytest.approx(trace.ideal_s, rel=0.01)

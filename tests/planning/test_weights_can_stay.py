@@ -32,7 +32,7 @@ def test_no_policy_moves_them(trace: Trace, hardware: Hardware, fraction: float)
     the_minimum_holds_all_that_are_alive_and_one_kernel(trace, least)
     budget = least + int(fraction * (trace.peak_bytes - least))
     for policy in EVICTING:
-        made = plan(trace, hardware, policy, time_limit_s=0.1, device_budget_bytes=budget, keep_weights=True)
+        made = plan(trace, hardware, policy, time_limit_s=0.1, device_budget=budget, keep_weights=True)
         moved = [evict.tensor for evict in made.evictions] + [again.tensor for again in made.recomputations]
         assert not kept(trace)[moved].any()
         assert made.trace is not None and made.minimum_bytes == least
@@ -70,13 +70,13 @@ def test_equation_7_in_both_forms() -> None:
     assert minimum_bytes(trace) == 12 * PAGE
     assert minimum_bytes(trace.with_weights_kept()) == 22 * PAGE
     with pytest.raises(BudgetTooSmall) as raised:
-        plan(trace, machine(), device_budget_bytes=21 * PAGE, keep_weights=True)
+        plan(trace, machine(), device_budget=21 * PAGE, keep_weights=True)
     assert raised.value.minimum_bytes == 22 * PAGE
 
 
 def test_the_plan_checker_names_a_weight_that_moves() -> None:
     trace = two_layers()
-    moving = plan(trace, machine(), "evict_all", device_budget_bytes=12 * PAGE)
+    moving = plan(trace, machine(), "evict_all", device_budget=12 * PAGE)
     assert check(trace, moving, machine()) == []
     violations = check(trace.with_weights_kept(), moving, machine())
     assert any("stays on the device (kind: weight)" in each for each in violations)
@@ -85,6 +85,6 @@ def test_the_plan_checker_names_a_weight_that_moves() -> None:
 def test_activations_alone_move_in_a_gpt() -> None:
     trace = gpt()
     least, most = minimum_bytes(trace.with_weights_kept()), trace.peak_bytes
-    made = plan(trace, machine(), device_budget_bytes=(least + most) // 2, keep_weights=True)
+    made = plan(trace, machine(), device_budget=(least + most) // 2, keep_weights=True)
     kinds = {KINDS[trace.tensor_kind[evict.tensor]] for evict in made.evictions}
     assert kinds and kinds <= {"activation", "input", "optimizer_state"}

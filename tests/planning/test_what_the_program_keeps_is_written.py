@@ -112,7 +112,7 @@ def test_what_was_on_a_tier_goes_there_again() -> None:
 
 def test_it_counts_as_written_to_the_disk() -> None:
     trace = gradients()
-    made = plan(trace, machine(100.0), device_budget_bytes=400)
+    made = plan(trace, machine(100.0), device_budget=400)
     summary = summarise(trace, made, simulate(trace, made, machine(100.0)))
     assert summary.written_bytes["disk"] == 100
     assert made.predicted_s == summary.predicted_s
@@ -140,7 +140,7 @@ def test_a_run_does_what_is_predicted(data: st.DataObject, trace: Trace, fractio
     trace = replace(trace, tensor_death=np.array(death))
     least = minimum_bytes(trace)
     budget = least + int(fraction * (trace.peak_bytes - least))
-    made = plan(trace, machine(1e6), "g10", device_budget_bytes=budget)
+    made = plan(trace, machine(1e6), "g10", device_budget=budget)
     kept = [(tensor, kernel) for tensor, kernel, _ in left(trace, made)]
     carried_out = schedule(trace, made)
     for tensor, kernel in kept:
@@ -211,5 +211,5 @@ def test_a_plan_that_leaves_room_for_it_is_found() -> None:
         step.kernel("rest", 1.0, inputs=weights, phase="optimizer")
     trace = step.trace()
     trace = replace(trace, tensor_death=np.where(trace.tensor_persistent, trace.tensor_death, trace.kernels))
-    made = plan(trace, machine(50.0), device_budget_bytes=600)
+    made = plan(trace, machine(50.0), device_budget=600)
     assert made.predicted_s == trace.ideal_s

@@ -85,7 +85,7 @@ def assert_holds(events: Events, timeline: Timeline) -> None:
 
 def predicted(hardware: penstock.Hardware) -> tuple[penstock.Trace, penstock.Plan, Timeline]:
     trace = gpt()
-    plan = penstock.plan(trace, hardware, "g10", device_budget_bytes=trace.peak_bytes * 2 // 3)
+    plan = penstock.plan(trace, hardware, "g10", device_budget=trace.peak_bytes * 2 // 3)
     timeline = penstock.simulate(trace, plan, hardware)
     assert timeline.evicted_bytes and timeline.stalls
     return trace, plan, timeline

@@ -58,7 +58,7 @@ def test_a_trace_a_plan_a_timeline_and_a_machine(hardware: penstock.Hardware) ->
     assert sum(int(row[0]) for name, row in rows.items() if name.startswith("kernels")) == trace.kernels
     assert sum(int(row[0]) for name, row in rows.items() if name.startswith("tensors")) == trace.tensors
 
-    plan = penstock.plan(trace, hardware, "g10", device_budget_bytes=trace.peak_bytes * 2 // 3)
+    plan = penstock.plan(trace, hardware, "g10", device_budget=trace.peak_bytes * 2 // 3)
     page = Page(replace(plan, reason=NASTY)._repr_html_())
     assert page.text == f"penstock plan, policy g10: {SHOWN_NASTY}"
     rows = {name: rest for name, *rest in page.rows}

@@ -31,7 +31,7 @@ def trace() -> penstock.Trace:
 def test_a_picture_is_written(
     is_measured: bool, trace: penstock.Trace, slow: penstock.Hardware, tmp_path: Path
 ) -> None:
-    plan = penstock.plan(trace, slow, device_budget_bytes=trace.peak_bytes * 3 // 4)
+    plan = penstock.plan(trace, slow, device_budget=trace.peak_bytes * 3 // 4)
     predicted = penstock.simulate(trace, plan, slow)
     measured = penstock.simulate(trace.scaled(1.1), plan, slow) if is_measured else None
     plot(trace, plan, predicted, measured, tmp_path / "picture.png")
@@ -56,7 +56,7 @@ def test_a_picture_of_an_unknown_kind_is_refused(
 def test_streams_have_rows_for_what_was_predicted_and_measured(
     trace: penstock.Trace, slow: penstock.Hardware
 ) -> None:
-    plan = penstock.plan(trace, slow, device_budget_bytes=trace.peak_bytes * 3 // 4)
+    plan = penstock.plan(trace, slow, device_budget=trace.peak_bytes * 3 // 4)
     timeline = penstock.simulate(trace, plan, slow)
     found = rows(trace, timeline, timeline)
     assert [(row.stream, row.source) for row in found] == [

@@ -29,7 +29,7 @@ def test_the_kinds_are_never_more_than_what_is_in_use(
 ) -> None:
     trace = gpt()
     budget = int(trace.peak_bytes * fraction)
-    plan = penstock.plan(trace, slow, policy, device_budget_bytes=budget)
+    plan = penstock.plan(trace, slow, policy, device_budget=budget)
     timeline = penstock.simulate(trace, plan, slow)
     times_s, by_kind = device_bytes_by_kind(trace, plan, timeline)
     assert (by_kind >= 0).all() and (np.diff(times_s) > 0).all()
@@ -51,7 +51,7 @@ def test_the_kinds_are_never_more_than_what_is_in_use(
 
 def test_an_eviction_has_its_copies(slow: penstock.Hardware) -> None:
     trace = gpt()
-    plan = penstock.plan(trace, slow, "g10", device_budget_bytes=trace.peak_bytes * 3 // 4)
+    plan = penstock.plan(trace, slow, "g10", device_budget=trace.peak_bytes * 3 // 4)
     found = evictions(trace, plan, penstock.simulate(trace, plan, slow))
     assert [eviction.evict for eviction in found] == list(plan.evictions)
     for eviction in found:
@@ -62,7 +62,7 @@ def test_an_eviction_has_its_copies(slow: penstock.Hardware) -> None:
 
 def test_a_summary_adds_up(slow: penstock.Hardware) -> None:
     trace = gpt()
-    plan = penstock.plan(trace, slow, "g10", device_budget_bytes=trace.peak_bytes * 3 // 4)
+    plan = penstock.plan(trace, slow, "g10", device_budget=trace.peak_bytes * 3 // 4)
     timeline = penstock.simulate(trace, plan, slow)
     summary = summarise(trace, plan, timeline)
     assert sum(summary.stall_s.values()) == pytest.approx(timeline.stall_s)

@@ -44,7 +44,7 @@ def trace() -> penstock.Trace:
 
 @pytest.fixture(scope="module")
 def plan(trace: penstock.Trace, machine: penstock.Hardware) -> penstock.Plan:
-    return penstock.plan(trace, machine, "g10", device_budget_bytes=trace.peak_bytes * 2 // 3)
+    return penstock.plan(trace, machine, "g10", device_budget=trace.peak_bytes * 2 // 3)
 
 
 @pytest.fixture(scope="module")

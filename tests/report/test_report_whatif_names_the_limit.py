@@ -93,7 +93,7 @@ def test_every_combination_is_asked_in_order() -> None:
 @pytest.mark.parametrize("room", [0, 10 << 20, 40 << 20, 1 << 40])
 def test_copies_move_to_the_host_only_as_far_as_they_fit(room: int) -> None:
     trace, hardware = gpt(), machine(host_bytes=1)
-    made = penstock.plan(trace, hardware, "g10", device_budget_bytes=trace.peak_bytes // 2)
+    made = penstock.plan(trace, hardware, "g10", device_budget=trace.peak_bytes // 2)
     moved = to_host(trace, made, room)
     held = {evict.tensor: evict.tier for evict in moved.evictions}
     assert tier_bytes(trace, moved.evictions).get("host", trace.tensor_bytes[:1] * 0).max() <= room

@@ -122,7 +122,7 @@ def test_plans_are_lossy_only_where_the_user_says_so(tmp_path: Path) -> None:
         program(run.step)
         assert run.plan == again
     with pytest.raises(InvalidArgument, match="how fast"):
-        penstock.plan(trace, HARDWARE, device_budget_bytes=budget_bytes, lossy="fp16")
+        penstock.plan(trace, HARDWARE, device_budget=budget_bytes, lossy="fp16")
 
 
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ def test_a_copy_is_kept_where_it_spares_another(
     least = minimum_bytes(trace)
     budget = least + int(share * (trace.peak_bytes - least))
     try:
-        made = plan(trace, hardware, policy, device_budget_bytes=budget)
+        made = plan(trace, hardware, policy, device_budget=budget)
     except SpillSpaceFull:
         assume(False)
     count = trace.kernels
@@ -68,7 +68,7 @@ def test_what_is_only_read_again_keeps_no_copy() -> None:
     step.kernel("use", 1.0, [saved, weight])
     step.kernel("update", 1.0, [weight], [weight])
     trace = step.trace()
-    made = plan(trace, machine(), "evict_all", device_budget_bytes=minimum_bytes(trace))
+    made = plan(trace, machine(), "evict_all", device_budget=minimum_bytes(trace))
     actions = [action for actions in schedule(trace, made).before for action in actions]
     assert PrefetchAction(saved, False) in actions
     assert PrefetchAction(saved, True) not in actions
@@ -82,7 +82,7 @@ def test_a_copy_starts_when_the_plan_says_and_not_sooner(
     least = minimum_bytes(trace)
     budget = least + int(share * (trace.peak_bytes - least))
     try:
-        made = plan(trace, hardware, "evict_all", device_budget_bytes=budget)
+        made = plan(trace, hardware, "evict_all", device_budget=budget)
     except SpillSpaceFull:
         assume(False)
     later = [
@@ -106,7 +106,7 @@ def test_what_is_asked_back_at_once_is_not_written() -> None:
     step.kernel("other", 1.0, [], [step.tensor(1 << 20)])
     step.kernel("use", 1.0, [saved])
     trace = step.trace()
-    made = plan(trace, machine(), "evict_all", device_budget_bytes=trace.peak_bytes)
+    made = plan(trace, machine(), "evict_all", device_budget=trace.peak_bytes)
     evict = Evict(saved, after=0, begin=1, end=2, prefetch_at=1, tier="disk")
     assert not any(schedule(trace, replace(made, evictions=(evict,))).before)
     later = replace(evict, prefetch_at=2)

@@ -193,7 +193,7 @@ def test_a_given_plan_says_the_tier_of_each_tensor(tmp_path: Path) -> None:
 
 
 def test_its_rates_are_measured(tmp_path: Path) -> None:
-    hardware = penstock.probe(tmp_path, time_budget_s=0.5, host_budget="32MiB")
+    hardware = penstock.probe(tmp_path, time_limit_s=0.5, host_budget="32MiB")
     assert hardware.host_bytes == 32 << 20
     assert hardware.disk_shares_bus is False
     for link in ("device_to_host", "host_to_device"):

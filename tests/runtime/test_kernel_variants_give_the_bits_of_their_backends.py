@@ -131,7 +131,7 @@ def forced(trace: penstock.Trace, name: str, kernels: set[str] | None = None) ->
         found.index(name) if name in found and (kernels is None or operator in kernels) else -1
         for found, operator in zip(names, trace.kernel_name, strict=True)
     ]
-    made = make_plan(replace(trace, kernel_variants=()), HARDWARE, "keep", device_budget_bytes=1 << 30)
+    made = make_plan(replace(trace, kernel_variants=()), HARDWARE, "keep", device_budget=1 << 30)
     return replace(made, variants=tuple(chosen), trace=trace)
 
 

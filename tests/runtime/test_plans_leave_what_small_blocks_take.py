@@ -62,7 +62,7 @@ def test_small_tensors_stay_where_there_is_room() -> None:
     assert budget_bytes == BUDGET_BYTES - PIECES_BYTES
     assert planned.tensor_bytes[planned.movable].min() == 20 * MIB
     hardware = replace(ACCELERATED, device_bytes=BUDGET_BYTES)
-    moved = {each.tensor for each in plan(planned, hardware, device_budget_bytes=budget_bytes).evictions}
+    moved = {each.tensor for each in plan(planned, hardware, device_budget=budget_bytes).evictions}
     assert moved and not moved & set(np.flatnonzero(trace.tensor_bytes == MIB).tolist())
 
 

@@ -119,7 +119,7 @@ def test_a_disk_that_becomes_three_times_slower_is_planned_for(
 
     # What is in force is as good as a plan that is made for such a disk from the start.
     assert trace is not None and plan is not None
-    fresh = penstock.plan(trace, hardware, compress=True, device_budget_bytes=budget_bytes, time_limit_s=2.0)
+    fresh = penstock.plan(trace, hardware, compress=True, device_budget=budget_bytes, time_limit_s=2.0)
     assert plan.predicted_s <= 1.1 * fresh.predicted_s
     assert report.predicted_step_s == pytest.approx(plan.predicted_s)
 
@@ -223,7 +223,7 @@ def test_a_plan_that_lasts_is_looked_for_once_more_with_more_time(
 
     def planned(planner: StepPlanner, trace: Trace, hardware: Hardware, time_limit_s: float) -> penstock.Plan:
         if time_limit_s < replanning.SEARCH_S:
-            made = penstock.plan(trace, hardware, "evict_all", device_budget_bytes=budget_bytes)
+            made = penstock.plan(trace, hardware, "evict_all", device_budget=budget_bytes)
         else:
             searched.append(time_limit_s)
             made = plan_of(planner, trace, hardware, 0.5) if helps else run.plan

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def test_a_cpu_is_probed_in_time(tmp_path: Path) -> None:
     start_s = time.perf_counter()
-    hardware = probe(tmp_path, time_budget_s=5)
+    hardware = probe(tmp_path, time_limit_s=5)
     assert time.perf_counter() - start_s < 15
     assert 0.5 * MIB < hardware.device_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert hardware.host_bytes == 0
@@ -45,7 +45,7 @@ def test_a_cpu_is_probed_in_time(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_can_be_saved(tmp_path: Path) -> None:
-    hardware = probe(tmp_path, time_budget_s=0.5)
+    hardware = probe(tmp_path, time_limit_s=0.5)
     hardware.save(tmp_path / "hardware.json")
     assert Hardware.load(tmp_path / "hardware.json") == hardware
 
@@ -54,7 +54,7 @@ def test_a_slow_disk_is_not_measured_at_every_size(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(TRANSPORTS, "io_uring")
     monkeypatch.setitem(TRANSPORTS, "posix", lambda: MemoryTransport(delay_s=0.01))
     start_s = time.perf_counter()
-    hardware = probe(tmp_path, time_budget_s=1)
+    hardware = probe(tmp_path, time_limit_s=1)
     assert time.perf_counter() - start_s < 15
     assert 3 <= len(hardware.measured_rates["disk_write"]) < len(SIZES_BYTES)
     assert hardware.disk_write_latency_s >= 0.01
@@ -69,7 +69,7 @@ def test_little_room_leaves_the_large_sizes_out(tmp_path: Path, monkeypatch: pyt
         allocate(descriptor, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    points = probe(tmp_path, time_budget_s=20).measured_rates["disk_write"]
+    points = probe(tmp_path, time_limit_s=20).measured_rates["disk_write"]
     assert [size for size, _ in points] == [size for size in SIZES_BYTES if size < 64 * MIB]
 
 
@@ -92,7 +92,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
         probe(tmp_path, "toaster")
     with pytest.raises(InvalidArgument):
-        probe(tmp_path, time_budget_s=0)
+        probe(tmp_path, time_limit_s=0)
     with pytest.raises(SpillError):
         probe(tmp_path / "absent")
 

@@ -20,7 +20,7 @@ def best_batch(
     hardware: Hardware,
     policy: str = "optimal",
     *,
-    device_budget_bytes: int | str | None = None,
+    device_budget: int | str | None = None,
     device: str = "cpu",
     least: int = 1,
     most: int = 1 << 20,
@@ -43,14 +43,14 @@ def best_batch(
 
             return step
 
-        found = penstock.best_batch(make_step, hardware, device_budget_bytes="8GiB")
+        found = penstock.best_batch(make_step, hardware, device_budget="8GiB")
         found.largest.samples, found.unslowed.samples, found.fastest.samples
 
     make_step            returns a function that runs one iteration of a batch of so many samples. It is
                          called inside one `penstock.fake_mode()`: a model that it makes takes no memory, and
                          may serve all sizes
     policy               a name in penstock.planners.POLICIES
-    device_budget_bytes  an integer, or text such as "600MiB"; all of the device's memory when not given
+    device_budget        an integer, or text such as "600MiB"; all of the device's memory when not given
     device               where kernel times are for, as in `penstock.trace`
     least, most          samples that a batch may have
     slowdown             fraction of the step in memory that does not count as slower
@@ -66,7 +66,7 @@ def best_batch(
         raise InvalidArgument(
             f"make_step is {type_phrase(make_step)}: give a function of the number of samples"
         )
-    budget = hardware.device_bytes if device_budget_bytes is None else parse_budget(device_budget_bytes)
+    budget = hardware.device_bytes if device_budget is None else parse_budget(device_budget)
 
     mode = fake_mode()
 

@@ -48,7 +48,7 @@ Rates = tuple[tuple[int, float], ...]  # (transfer bytes, bytes per second), asc
 def probe(
     spill_dir: Directories,
     device: str = "cpu",
-    time_budget_s: float = 10.0,
+    time_limit_s: float = 10.0,
     *,
     host_budget: int | str | None = None,
     host_node: int | None = None,
@@ -56,7 +56,7 @@ def probe(
     """Measure this machine, with the tier below memory in ``spill_dir``, one directory or several, or
     a remote drive, as in `penstock.offload`.
 
-    Takes about ``time_budget_s``, less on a fast disk; writes up to 3 GB of random bytes to an unlinked
+    Takes about ``time_limit_s``, less on a fast disk; writes up to 3 GB of random bytes to an unlinked
     file of up to 512 MiB. Rates are medians over batches with several transfers in flight, from huge
     pages and to space that was written before: the state a training run is in from its second step on.
     A disk too slow for its budget is not measured at the largest sizes. On a CPU, the cost of starting a
@@ -69,18 +69,18 @@ def probe(
 
     Raises DeviceUnavailable where the device is not there, SpillError where ``spill_dir`` cannot be used.
     """
-    if not time_budget_s > 0:
-        raise InvalidArgument(f"a time budget of {time_budget_s} s is no time: give seconds above zero")
+    if not time_limit_s > 0:
+        raise InvalidArgument(f"a time limit of {time_limit_s} s is no time: give seconds above zero")
     target = device_of(device)
     driver = None if target.type == "cpu" else make_driver(target)
     if driver is not None and (host_budget, host_node) != (None, None):
         raise InvalidArgument(f"host_budget and host_node are for a CPU: leave them out for {device}")
     host_bytes = 0 if host_budget is None else host_budget_bytes(parse_share(host_budget), host_node)
-    copies_s = time_budget_s * (0.2 if driver is not None else 0.15 if host_bytes else 0.0)
+    copies_s = time_limit_s * (0.2 if driver is not None else 0.15 if host_bytes else 0.0)
     with SpillSpace(
         spill_dir, host_bytes=HOST_MEASURED_BYTES if host_bytes else 0, host_node=host_node
     ) as spill:
-        fields, path = _measure_spill(spill, time_budget_s - copies_s, copies_s)
+        fields, path = _measure_spill(spill, time_limit_s - copies_s, copies_s)
     if driver is None:
         fields |= {"device_bytes": memory_bytes(), "host_bytes": host_bytes, "disk_shares_bus": False}
     else:

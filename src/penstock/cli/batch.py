@@ -55,7 +55,7 @@ def batch(options: Namespace) -> Answer:
             make_step,
             hardware,
             options.policy,
-            device_budget_bytes=options.device_budget,
+            device_budget=options.device_budget,
             device=options.device or "cpu",
             least=options.least,
             most=options.most,

@@ -27,7 +27,7 @@ def probe(options: Namespace) -> Answer:
     hardware = penstock.probe(
         directories,
         device=options.device,
-        time_budget_s=options.time_limit,
+        time_limit_s=options.time_limit,
         host_budget=options.host_budget,
         host_node=options.host_node,
     )

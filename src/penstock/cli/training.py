@@ -325,7 +325,7 @@ def finetune(options: Namespace) -> Answer:
             Hardware.load(options.hardware)
             if options.hardware
             else penstock.probe(
-                spill_dirs, time_budget_s=PROBE_S, host_budget=host_bytes or None, host_node=node
+                spill_dirs, time_limit_s=PROBE_S, host_budget=host_bytes or None, host_node=node
             )
         )
         hardware = replace(hardware, host_bytes=host_bytes or 0)

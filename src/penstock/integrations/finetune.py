@@ -332,7 +332,7 @@ class FineTuning:
                     recompute=planning.recompute,
                     compress=planning.compress,
                     time_limit_s=planning_s(trace),  # as the run will
-                    device_budget_bytes=device_budget_bytes,
+                    device_budget=device_budget_bytes,
                 )
             except BudgetTooSmall as error:
                 raise BudgetTooSmall(

@@ -36,7 +36,7 @@ def plan(
     compress: bool = True,
     time_limit_s: float = 10.0,
     *,
-    device_budget_bytes: int | str | None = None,
+    device_budget: int | str | None = None,
     lossy: str | None = None,
     keep_weights: bool = False,
 ) -> Plan:
@@ -51,7 +51,7 @@ def plan(
                           and come back rounded; see `Trace.with_lossy`. None: everything comes back as it was
     keep_weights          weights and their gradients stay on the device: the plan is for
                           `Trace.with_weights_kept`
-    device_budget_bytes   an integer, or text such as "600MiB"; all of the device's memory when not given
+    device_budget         an integer, or text such as "600MiB"; all of the device's memory when not given
 
     The plan carries the trace. Where the budget does not hold all of the iteration, what no kernel reads
     again is taken to leave by itself (see `Trace.released`), and is not in the plan.
@@ -60,9 +60,9 @@ def plan(
     to go, and InvalidArgument where the policy is unknown or cannot keep to the budget.
     """
     require_types(trace=trace, hardware=hardware)
-    if isinstance(device_budget_bytes, str):
-        device_budget_bytes = parse_budget(device_budget_bytes)
-    budget = hardware.device_bytes if device_budget_bytes is None else device_budget_bytes
+    if isinstance(device_budget, str):
+        device_budget = parse_budget(device_budget)
+    budget = hardware.device_bytes if device_budget is None else device_budget
     if keep_weights:
         trace = trace.with_weights_kept()
     problem = Problem(trace, hardware, budget, recompute, compress, lossy, time_limit_s)

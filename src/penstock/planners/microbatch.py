@@ -139,7 +139,7 @@ def choose_micro_batch(
         try:
             made = plan(
                 *(trace, hardware, policy, recompute, compress, limit_s),
-                device_budget_bytes=budget_bytes,
+                device_budget=budget_bytes,
                 lossy=lossy,
             )
         except (BudgetTooSmall, SpillSpaceFull, InvalidArgument) as error:

@@ -341,7 +341,7 @@ def choose_order(
         try:
             predicted_s[order] = plan(
                 *(found, hardware, planning.policy, planning.recompute, planning.compress, ORDER_PLANNING_S),
-                device_budget_bytes=budget_bytes,
+                device_budget=budget_bytes,
                 lossy=planning.lossy,
             ).predicted_s
         except (BudgetTooSmall, SpillSpaceFull) as error:

@@ -169,7 +169,7 @@ def _probe_together(
     machine = probe(
         spill_dirs,
         device=str(device),
-        time_budget_s=PROBE_S,
+        time_limit_s=PROBE_S,
         host_budget=host_budget or None,
         host_node=host_node if host_budget else None,
     )

@@ -226,7 +226,7 @@ class StepPlanner:
             movable,
             hardware,
             self._options.policy,
-            device_budget_bytes=budget_bytes,
+            device_budget=budget_bytes,
             recompute=self._options.recompute,
             compress=len(trace.tensor_density) > 0,
             lossy=self._options.lossy,
