@@ -381,11 +381,11 @@ def inside(
             size_bytes / given.rate_bytes_per_s(link) for link, size_bytes in planned_bytes.items()
         ),
         "bound_s": plan.lower_bound_s,
-        "predicted_s": predicted.iteration_s,
+        "predicted_s": predicted.step_s,
         "predicted_bytes": dict(planned_bytes),
         "carried_s": carried_s,
         "steps_s": steps_s.tolist(),
-        "ratio": carried_s / predicted.iteration_s,
+        "ratio": carried_s / predicted.step_s,
         "moved_bytes": {kind: link.size_bytes // (1 + steps) for kind, link in found.links.items()},
         "copies": len(copied_bytes) / (1 + steps),
         "small_copies": small / (1 + steps),

@@ -62,8 +62,8 @@ class FaultCost:
 class PagingResult:
     """What happened in the second of two iterations.
 
-    iteration_s    how long it took
-    iterations_s   both; the first starts with the persistent tensors on the disk (on the host where that
+    step_s         how long it took
+    steps_s        both; the first starts with the persistent tensors on the disk (on the host where that
                    has no room) and nothing else anywhere
     start_s        [K + 1] when each kernel started, and the last ended, from the start of the iteration
     stall_s        [K] by how much each kernel took longer than with everything resident
@@ -73,8 +73,8 @@ class PagingResult:
     """
 
     policy: str
-    iteration_s: float
-    iterations_s: tuple[float, ...]
+    step_s: float
+    steps_s: tuple[float, ...]
     start_s: FloatArray
     stall_s: FloatArray
     faulted_bytes: FloatArray
@@ -236,7 +236,7 @@ class _Paging:
 
     def run(self) -> PagingResult:
         kernels = self.trace.kernels
-        iterations_s = []
+        steps_s = []
         for _ in range(ITERATIONS):
             self.flows.moved_bytes.clear()
             self.least_free_bytes = self.memory.free_bytes
@@ -251,11 +251,11 @@ class _Paging:
                 stall_s[kernel] = took_s - float(self.trace.kernel_time_s[kernel])
                 clock_s += took_s
             start_s[kernels] = clock_s
-            iterations_s.append(clock_s)
+            steps_s.append(clock_s)
         return PagingResult(
             policy=POLICIES[self.correlated],
-            iteration_s=iterations_s[-1],
-            iterations_s=tuple(iterations_s),
+            step_s=steps_s[-1],
+            steps_s=tuple(steps_s),
             start_s=start_s,
             stall_s=np.maximum(stall_s, 0.0),
             faulted_bytes=faulted,

@@ -50,7 +50,7 @@ def lockstep(
     return held, replace(free, policy=policy, evictions=tuple(evictions), lower_bound_s=0.0, trace=held)
 
 
-def iteration_s(
+def step_s(
     trace: penstock.Trace,
     hardware: penstock.Hardware,
     policy: str,
@@ -60,4 +60,4 @@ def iteration_s(
 ) -> float:
     """Predicted seconds of an iteration. Raises what `penstock.plan` raises."""
     held, plan = lockstep(trace, hardware, policy, budget_bytes, always=always)
-    return penstock.simulate(held, plan, hardware).iteration_s
+    return penstock.simulate(held, plan, hardware).step_s

@@ -225,13 +225,13 @@ def cells(name: str, budgets: Sequence[int], time_limit_s: float) -> list[dict[s
         for way in WAYS:
             try:
                 if way in lockstep.POLICIES:
-                    part_s = lockstep.iteration_s(trace, MACHINE, way, budget_bytes, always=not fits)
-                    if_needed_s = lockstep.iteration_s(trace, MACHINE, way, budget_bytes)
+                    part_s = lockstep.step_s(trace, MACHINE, way, budget_bytes, always=not fits)
+                    if_needed_s = lockstep.step_s(trace, MACHINE, way, budget_bytes)
                     one[f"{way}{IF_NEEDED}"] = whole / size * if_needed_s
                 else:
                     part_s = penstock.plan(
                         *(trace, MACHINE, way, False, False, time_limit_s), device_budget=budget_bytes
-                    ).predicted_s
+                    ).predicted_step_s
                 one[way] = whole / size * part_s
             except PenstockError as error:
                 one[f"{way}, error"] = str(error)

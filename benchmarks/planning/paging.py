@@ -77,9 +77,9 @@ def rows(cell: Cell) -> list[Row]:
                 "cell": cell.key,
                 "policy": policy,
                 "published_s": published_s,
-                "faster_s": min(result.iterations_s),
-                "second_s": result.iteration_s,
-                "charged_s": charged.iteration_s,
+                "faster_s": min(result.steps_s),
+                "second_s": result.step_s,
+                "charged_s": charged.step_s,
                 "ideal_s": trace.ideal_s,
                 "moved_bytes": dict(result.moved_bytes),
             }

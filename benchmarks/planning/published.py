@@ -46,8 +46,8 @@ def g10_row(cell: Cell, policy: str = "g10_artifact") -> dict[str, Any]:
     published_s = cell.published_s.get(VARIANTS[policy])
     made = POLICIES[policy](Problem(trace, hardware, hardware.device_bytes))
     replay = Replay(trace, simulated_on(cell), hardware.device_bytes)
-    iteration_s = replay.run(Intervals.of(made.evictions)).iteration_s
-    return _row(cell, policy, trace.ideal_s, iteration_s, published_s)
+    step_s = replay.run(Intervals.of(made.evictions)).step_s
+    return _row(cell, policy, trace.ideal_s, step_s, published_s)
 
 
 def flashneuron_row(cell: Cell) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def flashneuron_row(cell: Cell) -> dict[str, Any]:
         own_s: float | None = own_iteration_s(problem)
         made = POLICIES["flashneuron_g10"](problem)
         replay = Replay(trace, hardware, hardware.device_bytes)
-        plan_s: float | None = replay.run(Intervals.of(made.evictions)).iteration_s
+        plan_s: float | None = replay.run(Intervals.of(made.evictions)).step_s
         error = ""
     except (InvalidArgument, SpillSpaceFull) as failed:
         own_s, plan_s, error = None, None, str(failed)
@@ -80,16 +80,16 @@ def summary(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def _row(
-    cell: Cell, policy: str, ideal_s: float, iteration_s: float | None, published_s: float | None
+    cell: Cell, policy: str, ideal_s: float, step_s: float | None, published_s: float | None
 ) -> dict[str, Any]:
-    both = iteration_s is not None and published_s is not None
+    both = step_s is not None and published_s is not None
     return {
         "figure": cell.figure,
         "cell": cell.key,
         "policy": policy,
         "ideal_s": ideal_s,
-        "iteration_s": iteration_s,
+        "step_s": step_s,
         "published_s": published_s,
-        "difference": ideal_s / iteration_s - ideal_s / published_s if both else None,
-        "ratio": iteration_s / published_s if both else None,
+        "difference": ideal_s / step_s - ideal_s / published_s if both else None,
+        "ratio": step_s / published_s if both else None,
     }

@@ -77,4 +77,4 @@ def as_published(trace: penstock.Trace, way: str, made: Callable[[], dict[str, A
     row = made()
     planning_s = time.perf_counter() - began_s
     failed = row.get("error", "")
-    return Outcome(way, row["iteration_s"], trace.ideal_s, trace.ideal_s, planning_s, failed=failed)
+    return Outcome(way, row["step_s"], trace.ideal_s, trace.ideal_s, planning_s, failed=failed)

@@ -99,19 +99,19 @@ def run(
     timeline = penstock.simulate(trace, plan, hardware)
     return Outcome(
         way=way.name,
-        predicted_s=timeline.iteration_s,
+        predicted_s=timeline.step_s,
         ideal_s=trace.ideal_s,
         bound_s=plan.lower_bound_s,
         planning_s=planning_s,
         moved_bytes=timeline.evicted_bytes,
         evictions=len(plan.evictions),
         recomputations=len(plan.recomputations),
-        noisy=tuple(noisy(trace, plan, hardware, timeline.iteration_s)) if noise else (),
+        noisy=tuple(noisy(trace, plan, hardware, timeline.step_s)) if noise else (),
     )
 
 
 def noisy(
-    trace: penstock.Trace, plan: penstock.Plan, hardware: penstock.Hardware, iteration_s: float
+    trace: penstock.Trace, plan: penstock.Plan, hardware: penstock.Hardware, step_s: float
 ) -> Iterable[float]:
     """What the plan loses where each kernel takes up to `NOISE` less or more than it was planned for.
 
@@ -120,8 +120,8 @@ def noisy(
     for seed in NOISE_SEEDS:
         factors = np.random.default_rng(seed).uniform(1 - NOISE, 1 + NOISE, trace.kernels)
         other = replace(trace, kernel_time_s=trace.kernel_time_s * factors)
-        again_s = penstock.simulate(other, plan, hardware).iteration_s
-        yield (again_s / other.ideal_s) / (iteration_s / trace.ideal_s) - 1
+        again_s = penstock.simulate(other, plan, hardware).step_s
+        yield (again_s / other.ideal_s) / (step_s / trace.ideal_s) - 1
 
 
 def run_all(

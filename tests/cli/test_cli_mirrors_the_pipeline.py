@@ -86,12 +86,12 @@ def test_each_stage_reads_what_the_last_one_wrote(folder: Path, capsys: pytest.C
     planned = ask(capsys, "plan", "trace.json.gz", *stage, "--device-budget", BUDGET)
     assert planned["minimum_bytes"] <= 1400 * 1024 < planned["in_memory_bytes"]
     assert planned["evictions"] == len(penstock.Plan.load("plan.json").evictions) > 0
-    assert planned["lower_bound_s"] <= planned["predicted_s"]
-    assert planned["gap"] == pytest.approx(planned["predicted_s"] / planned["lower_bound_s"] - 1)
+    assert planned["lower_bound_s"] <= planned["predicted_step_s"]
+    assert planned["gap"] == pytest.approx(planned["predicted_step_s"] / planned["lower_bound_s"] - 1)
     assert planned["summary"]["budget_bytes"] == 1400 * 1024
 
     simulated = ask(capsys, "simulate", "trace.json.gz", "plan.json", *stage)
-    assert simulated["iteration_s"] == pytest.approx(planned["predicted_s"])
+    assert simulated["step_s"] == pytest.approx(planned["predicted_step_s"])
     assert penstock.Timeline.load("timeline.json.gz").peak_bytes == simulated["peak_bytes"]
 
 
@@ -101,7 +101,7 @@ def test_policies_and_budgets_are_shown_on_request(folder: Path, capsys: pytest.
     asked = ("--policy", "g10", "--compare-policies", "--compare-budgets", "--time-limit", "1")
     planned = ask(capsys, *arguments, *asked)
     assert {row["policy"] for row in planned["policies"]} == set(penstock.planners.POLICIES)
-    times = [row["summary"]["predicted_s"] for row in planned["policies"] if row["summary"]]
+    times = [row["summary"]["predicted_step_s"] for row in planned["policies"] if row["summary"]]
     assert times == sorted(times)
     assert all(row["reason"] for row in planned["policies"] if not row["summary"])
     budgets = [row["device_budget_bytes"] for row in planned["budgets"]]
@@ -138,7 +138,7 @@ def test_recomputation_and_compression_are_used_unless_they_are_forbidden(
     assert {evict.codec for evict in penstock.Plan.load("plan.json").evictions} == {"raw"}
     packed = ask(capsys, *arguments, "--time-limit", "2")
     assert "csr" in {evict.codec for evict in penstock.Plan.load("plan.json").evictions}
-    assert packed["predicted_s"] < plain["predicted_s"]
+    assert packed["predicted_step_s"] < plain["predicted_step_s"]
 
 
 def test_a_plan_is_reported_without_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,9 +175,9 @@ def test_other_machines_are_asked_about(folder: Path, capsys: pytest.CaptureFixt
     assert [(cell["device_budget_bytes"], cell["disks"]) for cell in cells] == [
         (budget * 1024, disks) for budget in (1400, 1600) for disks in (1, 4)
     ]
-    assert all(cell["predicted_s"] >= cell["lower_bound_s"] for cell in cells)
+    assert all(cell["predicted_step_s"] >= cell["lower_bound_s"] for cell in cells)
     assert cells[1]["disk_write_bytes_per_s"] == 2e8
-    assert cells[1]["predicted_s"] <= cells[0]["predicted_s"]
+    assert cells[1]["predicted_step_s"] <= cells[0]["predicted_step_s"]
     assert cli.main([*arguments]) == 0
     shown = capsys.readouterr().out
     assert "limited by" in shown and "the disk is" in shown
@@ -263,7 +263,7 @@ def test_how_long_a_disk_lasts(folder: Path, capsys: pytest.CaptureFixture[str])
     ask(capsys, "trace", "model.py:build")
     options = ("--device-budget", BUDGET, "--hardware", "given.json")
     plan = ask(capsys, "plan", "trace.json.gz", *options, "--endurance", "600TBW")
-    a_day = plan["summary"]["written_bytes"]["disk"] / plan["predicted_s"] * 86_400
+    a_day = plan["summary"]["written_bytes"]["disk"] / plan["predicted_step_s"] * 86_400
     assert plan["disk_written_bytes_per_day"] == pytest.approx(a_day) and a_day > 0
     assert plan["disk_lifetime_s"] == pytest.approx(600e12 / a_day * 86_400)
     assert ask(capsys, "plan", "trace.json.gz", *options)["disk_lifetime_s"] is None

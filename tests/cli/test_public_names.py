@@ -213,10 +213,10 @@ def test_what_others_read_of_the_values() -> None:
         assert hasattr(penstock.Trace, name)
     for name in ("peak_bytes", "stall_s", "evicted_bytes"):
         assert isinstance(inspect.getattr_static(penstock.Timeline, name), property)
-    timeline = penstock.Timeline(iteration_s=1.5)
-    assert (timeline.iteration_s, timeline.peak_bytes, timeline.stall_s) == (1.5, 0, 0)
+    timeline = penstock.Timeline(step_s=1.5)
+    assert (timeline.step_s, timeline.peak_bytes, timeline.stall_s) == (1.5, 0, 0)
     plan_fields = {field.name for field in dataclasses.fields(penstock.Plan)}
-    assert plan_fields >= {"policy", "evictions", "minimum_bytes", "predicted_s", "predicted_peak_bytes"}
+    assert plan_fields >= {"policy", "evictions", "minimum_bytes", "predicted_step_s", "predicted_peak_bytes"}
     assert plan_fields >= {"recomputations", "variants", "lower_bound_s"}
 
 

@@ -169,7 +169,7 @@ def test_more_budget_costs_no_time() -> None:
     trace = gpt(4)
     least, most = minimum_bytes(trace), trace.peak_bytes
     times = [
-        plan(trace, machine(1e9), device_budget=least + (most - least) * part // 8).predicted_s
+        plan(trace, machine(1e9), device_budget=least + (most - least) * part // 8).predicted_step_s
         for part in range(9)
     ]
     assert times[-1] == pytest.approx(trace.ideal_s)

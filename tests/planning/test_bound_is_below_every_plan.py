@@ -74,7 +74,7 @@ def test_no_legal_plan_is_faster(data: st.DataObject) -> None:
     trace = data.draw(st.one_of(traces(5), whole_traces(5)))
     hardware = data.draw(st.one_of(machines, buses()))
     plan = data.draw(legal_plans(trace, hardware))
-    predicted_s = simulate(trace, plan, hardware).iteration_s
+    predicted_s = simulate(trace, plan, hardware).step_s
     slots = data.draw(st.sampled_from([2, 5, 1000]))
     assert predicted_s >= bound(trace, hardware, plan.device_budget_bytes, slots) * (1 - 1e-6)
 
@@ -114,7 +114,7 @@ def test_the_best_of_all_plans_for_five_kernels_is_near_it() -> None:
     """Brute force: every way to evict a and b, with every prefetch, and budgets that force them out."""
     trace, disk = five_kernels(), machine(50.0)
     for budget in (200, 100):
-        best = min(simulate(trace, plan, disk).iteration_s for plan in _every_plan(trace, disk, budget))
+        best = min(simulate(trace, plan, disk).step_s for plan in _every_plan(trace, disk, budget))
         lower = fractional_plan(Problem(trace, disk, budget)).bound_s
         assert lower <= best * (1 + 1e-9)
         # Half a tensor at a time is what the bound allows itself.
@@ -133,7 +133,7 @@ def test_what_only_recomputation_can_do_is_in_the_bound() -> None:
     assert found.fractions[index, RECOMPUTE] == pytest.approx(1.0, abs=1e-6)
     released = Plan(policy="", device_budget_bytes=200, recomputations=(Recompute(1, 2, 3),))
     assert not check(trace, released, nowhere)
-    assert simulate(trace, released, nowhere).iteration_s == pytest.approx(6.0)
+    assert simulate(trace, released, nowhere).step_s == pytest.approx(6.0)
 
 
 def test_what_is_compressed_and_asked_back_at_once_waits_on_the_device() -> None:
@@ -147,7 +147,7 @@ def test_what_is_compressed_and_asked_back_at_once_waits_on_the_device() -> None
     )
     plan = Plan(policy="", device_budget_bytes=160, evictions=evictions)
     assert not check(trace, plan, slow)
-    predicted_s = simulate(trace, plan, slow).iteration_s
+    predicted_s = simulate(trace, plan, slow).step_s
     assert predicted_s == pytest.approx(5.4)
     for slots in (2, 3, 1000):
         assert bound(trace, slow, 160, slots) <= predicted_s * (1 + 1e-9)
@@ -170,7 +170,7 @@ def test_a_copy_from_the_iteration_before_serves_this_one() -> None:
     evictions = (Evict(weight, 4, 5, 8, 8, "disk"), Evict(weight, 1, 2, 3, 3, "disk"))
     plan = Plan(policy="", device_budget_bytes=130, evictions=evictions)
     assert not check(trace, plan, slow)
-    predicted_s = simulate(trace, plan, slow).iteration_s
+    predicted_s = simulate(trace, plan, slow).step_s
     assert predicted_s < 30.0  # twice through the link would take 40 s
     assert bound(trace, slow, 130) <= predicted_s * (1 + 1e-9)
 

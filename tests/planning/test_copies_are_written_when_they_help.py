@@ -48,7 +48,7 @@ def test_a_weight_is_written_in_the_iteration_before() -> None:
     trace, slow = weights(tail=10)
     made = plan(trace, slow, device_budget=210)
     assert check(trace, made, slow) == []
-    assert made.predicted_s == pytest.approx(trace.ideal_s + 0.2, abs=0.15)
+    assert made.predicted_step_s == pytest.approx(trace.ideal_s + 0.2, abs=0.15)
     written = [evict for evict in made.evictions if evict.tensor == 0]
     assert any(evict.prefetch_at == evict.begin for evict in written)
     assert simulate(trace, made, slow).moved_bytes("disk_write") == 200
@@ -77,7 +77,7 @@ def test_a_copy_on_another_tier_does_not_break_it() -> None:
         evictions, _ = found.intervals(trace)
         made = Plan(policy="", device_budget_bytes=210, evictions=evictions, trace=trace)
         assert check(trace, made, hardware) == []
-        assert simulate(trace, made, hardware).iteration_s == pytest.approx(found.iteration_s)
+        assert simulate(trace, made, hardware).step_s == pytest.approx(found.step_s)
 
 
 def test_solved_again_with_choices_fixed_nearly_all_are_whole() -> None:

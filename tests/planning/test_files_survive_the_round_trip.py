@@ -8,6 +8,7 @@ import fcntl
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_a_file_of_an_earlier_version_says_how_to_make_it_anew(tmp_path: Path, k
     value = trace if kind is Trace else decided
     path = tmp_path / "old.json"
     value.save(path)
-    path.write_text(path.read_text().replace("/2", "/1", 1))
+    path.write_text(re.sub(r"/\d", "/1", path.read_text(), count=1))
     with pytest.raises(InvalidFile, match=r"old\.json was made by an earlier version.*`penstock trace`"):
         kind.load(path)  # type: ignore[attr-defined]
 
@@ -158,15 +159,15 @@ def test_a_file_of_an_earlier_version_says_how_to_make_it_anew(tmp_path: Path, k
         b"[]",
         b"3",
         b"{}",
-        b'{"schema": "penstock.plan/2"}',
-        b'{"schema": "penstock.plan/2", "value": 3}',
-        b'{"schema": "penstock.plan/2", "value": {"policy": 3, "device_budget_bytes": 1}}',
-        b'{"schema": "penstock.plan/3", "value": {"policy": "x", "device_budget_bytes": 1}}',
+        b'{"schema": "penstock.plan/3"}',
+        b'{"schema": "penstock.plan/3", "value": 3}',
+        b'{"schema": "penstock.plan/3", "value": {"policy": 3, "device_budget_bytes": 1}}',
+        b'{"schema": "penstock.plan/4", "value": {"policy": "x", "device_budget_bytes": 1}}',
         b'{"schema": "penstock.trace/2", "value": {}}',
         gzip.compress(b"x" * 1000, mtime=0)[:20],
         gzip.compress(b"x" * 1000, mtime=0)[:-8] + b"damaged!",
         b"\xff\xfe",
-        b'{"sch\xe5ma": "penstock.plan/2", "value": {}}',
+        b'{"sch\xe5ma": "penstock.plan/3", "value": {}}',
     ],
 )
 def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path, data: bytes) -> None:

@@ -171,7 +171,7 @@ def test_its_own_runtime_waits_for_all_copies_before_the_backward_pass() -> None
     problem = Problem(trace, hardware, 22_001)
     made = planned(trace, hardware, 22_001)
     own_s = own_iteration_s(problem)
-    assert own_s >= simulate(trace, made, hardware).iteration_s
+    assert own_s >= simulate(trace, made, hardware).step_s
     assert own_s >= 2 + 3 * 4 + 3 * 4
     assert f"{own_s:.3f} s" in made.reason
 

@@ -104,7 +104,7 @@ def test_a_captured_step_runs_at_full_speed_on_a_fast_disk() -> None:
     budget = trace.persistent_bytes + int(0.45 * (trace.peak_bytes - trace.persistent_bytes))
     rate = 8 * (trace.peak_bytes - budget) / trace.ideal_s
     made = planned(g10, trace, machine(rate), budget)
-    assert simulate(trace, made, machine(rate)).iteration_s <= 1.05 * trace.ideal_s
+    assert simulate(trace, made, machine(rate)).step_s <= 1.05 * trace.ideal_s
 
 
 def test_plans_are_the_same_every_time() -> None:

@@ -87,15 +87,15 @@ def test_a_kernel_in_lock_step_takes_as_long_as_the_copies_beside_it(
     ahead = {evict.prefetch_at for evict in plan.evictions if evict.prefetch_at < evict.end}
     expected = [1.0 + longer_s * (kernel in beside | ahead) for kernel in range(trace.kernels)]
     assert held.kernel_time_s.tolist() == expected
-    locked_s = lockstep.iteration_s(trace, hardware, "vdnn_all_lockstep", 300)
+    locked_s = lockstep.step_s(trace, hardware, "vdnn_all_lockstep", 300)
     assert locked_s >= sum(expected)
     free = penstock.plan(trace, hardware, "vdnn_all", False, False, device_budget=300)
-    assert locked_s >= free.predicted_s
+    assert locked_s >= free.predicted_step_s
 
 
 def test_in_lock_step_all_maps_leave_where_the_batch_does_not_fit() -> None:
     trace, hardware = maps(), machine(50.0 / 4, host_bytes=1 << 20)
-    assert lockstep.iteration_s(trace, hardware, "vdnn_all_lockstep", 1 << 20) == trace.ideal_s
+    assert lockstep.step_s(trace, hardware, "vdnn_all_lockstep", 1 << 20) == trace.ideal_s
     held, plan = lockstep.lockstep(trace, hardware, "vdnn_all_lockstep", 1 << 20, always=True)
     assert {evict.tensor for evict in plan.evictions} >= {0, 1}
     assert held.ideal_s > trace.ideal_s

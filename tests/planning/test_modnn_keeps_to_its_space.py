@@ -191,8 +191,8 @@ def test_published_traces_lie_between_sending_all_and_ideal(name: str) -> None:
     plan = plan_of(trace, 40 * 2**30, modnn(problem))
     assert check(trace, plan, hardware) == []
     all_away = replace(plan, evictions=evict_all(problem).evictions, variants=())
-    sending_all_s = simulate(trace, all_away, hardware).iteration_s
-    assert trace.ideal_s <= simulate(trace, plan, hardware).iteration_s < sending_all_s
+    sending_all_s = simulate(trace, all_away, hardware).step_s
+    assert trace.ideal_s <= simulate(trace, plan, hardware).step_s < sending_all_s
 
 
 def test_a_copy_keeps_its_place_until_the_kernel_that_needs_it_has_run() -> None:

@@ -106,8 +106,8 @@ def test_plans_and_timelines_count_half(policy: str) -> None:
     }
     exact, lossy = found[None], found["fp16"]
     assert exact.lossy is None and lossy.lossy == "fp16"
-    assert lossy.predicted_s < exact.predicted_s
-    assert lossy.lower_bound_s <= lossy.predicted_s
+    assert lossy.predicted_step_s < exact.predicted_step_s
+    assert lossy.lower_bound_s <= lossy.predicted_step_s
     assert penstock.check(trace, lossy, _hardware()) == []
     timeline = penstock.simulate(trace, lossy, _hardware())
     sizes = {span.label: span.size_bytes for span in timeline.spans if span.stream == "disk_write"}

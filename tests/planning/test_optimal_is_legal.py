@@ -80,7 +80,7 @@ def test_for_every_trace(
         assert made.minimum_bytes == least
         timeline = simulate(trace, made, hardware)
         assert timeline.peak_bytes == made.predicted_peak_bytes <= budget
-        assert timeline.iteration_s == made.predicted_s >= timeline.busy_s("compute") - 1e-9
+        assert timeline.step_s == made.predicted_step_s >= timeline.busy_s("compute") - 1e-9
         for tier in ("device", "host", "disk"):
             assert timeline.tier_peak_bytes(tier) <= hardware.capacity_bytes(tier)
         return made
@@ -91,7 +91,7 @@ def test_for_every_trace(
 
 def sound(trace: Trace, hardware: Hardware, result: Plan) -> None:
     assert check(trace, result, hardware) == []
-    assert result.predicted_s >= result.lower_bound_s * (1 - 1e-9)
+    assert result.predicted_step_s >= result.lower_bound_s * (1 - 1e-9)
 
 
 def test_an_eviction_that_shares_a_copy_needs_room_as_long_as_that_stays() -> None:
@@ -169,7 +169,7 @@ def test_few_large_tensors_move_where_that_is_as_fast_as_any_plan() -> None:
         step.kernel("use", 1.0, [tensor])
     trace = step.trace()
     made = plan(trace, machine(1e9), device_budget=trace.peak_bytes - (10 << 20))
-    assert made.predicted_s <= trace.ideal_s * 1.001
+    assert made.predicted_step_s <= trace.ideal_s * 1.001
     assert {evict.tensor for evict in made.evictions} <= set(large)
 
 

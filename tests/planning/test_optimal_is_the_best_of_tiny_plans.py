@@ -104,10 +104,7 @@ def ratios(
         least = minimum_bytes(trace)
         budget = least + int(random.uniform(0, 0.6) * (trace.peak_bytes - least))
         best_s = min(
-            (
-                simulate(trace, one, hardware).iteration_s
-                for one in every_plan(trace, hardware, budget, recompute)
-            ),
+            (simulate(trace, one, hardware).step_s for one in every_plan(trace, hardware, budget, recompute)),
             default=math.inf,
         )
         if budget >= trace.peak_bytes or math.isinf(best_s):
@@ -115,7 +112,7 @@ def ratios(
         made = plan(trace, hardware, "optimal", recompute, device_budget=budget, time_limit_s=60)
         assert not check(trace, made, hardware)
         assert made.lower_bound_s <= best_s * (1 + 1e-9)
-        found.append(made.predicted_s / best_s)
+        found.append(made.predicted_step_s / best_s)
     return found
 
 

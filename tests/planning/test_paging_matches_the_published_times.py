@@ -56,7 +56,7 @@ def test_times_and_order_are_the_published(case: str) -> None:
     for policy, name in NAMES.items():
         theirs = figure[name]
         assert theirs is not None
-        ours[policy] = min(paged(case, policy).iterations_s)
+        ours[policy] = min(paged(case, policy).steps_s)
         assert ours[policy] == pytest.approx(theirs, rel=0.02)
     g10, ideal = figure["prefetch_lru"], figure["ideal"]
     assert g10 is not None
@@ -77,4 +77,4 @@ def test_faults_that_cost_what_was_measured_make_base_uvm_slower_still() -> None
     path = G10_DATA / "BERT-256.json.gz"
     trace = published.trace(path)
     result = simulate_paging(trace, artifact(), "uvm", fault_times_s=published.fault_times_s(path))
-    assert result.iteration_s > 2 * paged("BERT-256", "uvm").iteration_s
+    assert result.step_s > 2 * paged("BERT-256", "uvm").step_s

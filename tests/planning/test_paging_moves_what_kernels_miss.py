@@ -44,7 +44,7 @@ def test_a_step_that_fits_moves_nothing_in_its_second_iteration() -> None:
     trace = weights_in_turn(3)
     for policy in POLICIES:
         result = simulate_paging(trace, machine(device=30), policy)
-        assert result.iteration_s == pytest.approx(trace.ideal_s)
+        assert result.step_s == pytest.approx(trace.ideal_s)
         assert not any(result.moved_bytes.values())
         assert result.peak_bytes == 30 * MIB
 
@@ -55,7 +55,7 @@ def test_what_came_first_leaves_first() -> None:
     assert result.faulted_bytes.tolist() == [10 * MIB] * 3
     # They start on the disk, are read once from there, and swap with host memory from then on.
     assert result.moved_bytes == {"host_to_device": 30 * MIB, "device_to_host": 30 * MIB}
-    assert result.iteration_s == pytest.approx(3 * (1.0 + 0.01))
+    assert result.step_s == pytest.approx(3 * (1.0 + 0.01))
 
 
 def test_a_full_host_leaves_the_rest_to_the_disk() -> None:
@@ -65,16 +65,16 @@ def test_a_full_host_leaves_the_rest_to_the_disk() -> None:
     none = simulate_paging(trace, machine(device=20, host=0), faults=FREE)
     assert roomy.moved_bytes.get("disk_read", 0) == 0
     assert none.moved_bytes == {"disk_read": 40 * MIB, "disk_write": 40 * MIB}
-    assert none.iteration_s == pytest.approx(4 * (1.0 + 0.1))
-    assert roomy.iteration_s < tight.iteration_s < none.iteration_s
+    assert none.step_s == pytest.approx(4 * (1.0 + 0.1))
+    assert roomy.step_s < tight.step_s < none.step_s
 
 
 def test_prefetching_hides_what_faults_would_wait_for() -> None:
     trace = weights_in_turn(6)
     on_demand = simulate_paging(trace, machine(device=40), "uvm", faults=FREE)
     ahead = simulate_paging(trace, machine(device=40), "deepum", faults=FREE, prefetch_degree=2)
-    assert on_demand.iteration_s == pytest.approx(6 * 1.01)
-    assert ahead.iteration_s == pytest.approx(trace.ideal_s)
+    assert on_demand.step_s == pytest.approx(6 * 1.01)
+    assert ahead.step_s == pytest.approx(trace.ideal_s)
     assert ahead.faulted_bytes.sum() == 0
 
 
@@ -129,7 +129,7 @@ def test_a_disk_of_its_own_does_not_slow_the_bus() -> None:
     shared = simulate_paging(trace, machine(device=20, host=10, shared=True), faults=FREE)
     alone = simulate_paging(trace, machine(device=20, host=10, shared=False), faults=FREE)
     assert shared.moved_bytes["disk_read"] == pytest.approx(alone.moved_bytes["disk_read"], rel=0.02)
-    assert alone.iteration_s <= shared.iteration_s
+    assert alone.step_s <= shared.step_s
 
 
 def test_what_cannot_be_paged_is_refused() -> None:
@@ -213,9 +213,9 @@ def test_any_step_runs_within_its_memory(
     )
     result = simulate_paging(trace, hardware, policy)
     assert result.peak_bytes <= device_bytes + 1
-    assert result.iteration_s >= trace.ideal_s * (1 - 1e-9)
+    assert result.step_s >= trace.ideal_s * (1 - 1e-9)
     assert np.all(np.diff(result.start_s) >= trace.kernel_time_s - 1e-12)
-    assert result.start_s[-1] == result.iteration_s
+    assert result.start_s[-1] == result.step_s
     assert same(result, simulate_paging(trace, hardware, policy))
     if policy == "uvm" and result.peak_bytes >= device_bytes - PAGE:
         # Every page that ever was is somewhere, and the device is full: one comes for each that leaves.
@@ -226,7 +226,7 @@ def test_any_step_runs_within_its_memory(
 
 def same(one: PagingResult, other: PagingResult) -> bool:
     return (
-        one.iterations_s == other.iterations_s
+        one.steps_s == other.steps_s
         and one.moved_bytes == other.moved_bytes
         and np.array_equal(one.start_s, other.start_s)
     )

@@ -61,7 +61,7 @@ def legal_or_refused(trace: Trace, hardware: Hardware, policy: str, budget: int)
     assert made.minimum_bytes == minimum_bytes(trace) and made.recomputations == ()
     timeline = simulate(trace, made, hardware)
     assert timeline.peak_bytes == made.predicted_peak_bytes <= budget
-    assert timeline.iteration_s == made.predicted_s
+    assert timeline.step_s == made.predicted_step_s
     for tier in ("device", "host", "disk"):
         assert timeline.tier_peak_bytes(tier) <= hardware.capacity_bytes(tier)
     if not made.variants:
@@ -70,11 +70,11 @@ def legal_or_refused(trace: Trace, hardware: Hardware, policy: str, budget: int)
 
 
 def kernels_take_their_time(trace: Trace, timeline: Timeline) -> None:
-    slack = 1e-9 * (1 + timeline.iteration_s)
-    assert timeline.iteration_s >= trace.ideal_s - slack
+    slack = 1e-9 * (1 + timeline.step_s)
+    assert timeline.step_s >= trace.ideal_s - slack
     assert timeline.busy_s("compute") == pytest.approx(trace.ideal_s)
     for link in LINKS:
-        assert timeline.busy_s(link) <= timeline.iteration_s + slack
+        assert timeline.busy_s(link) <= timeline.step_s + slack
         spans = [(span.start_s, span.end_s) for span in timeline.spans if span.stream == link]
         assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(spans)))
     last_kernel_s = max(span.end_s for span in timeline.spans if span.stream == "compute")

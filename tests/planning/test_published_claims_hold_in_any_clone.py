@@ -59,7 +59,7 @@ def test_flashneurons_times_are_within_two_percent_and_it_fails_where_it_failed(
     # It is the one that failed as published and does not here.
     other = published.flashneuron_row(cell(15, "Inceptionv3-1536"))
     assert other["published_s"] is None
-    assert other["iteration_s"] is not None
+    assert other["step_s"] is not None
 
 
 def test_base_uvm_and_deepum_come_in_the_published_order_with_the_published_times() -> None:
@@ -67,7 +67,7 @@ def test_base_uvm_and_deepum_come_in_the_published_order_with_the_published_time
     rows = {row["policy"]: row for row in paging.rows(one)}
     assert rows["uvm"]["faster_s"] == pytest.approx(rows["uvm"]["published_s"], rel=0.007)
     assert rows["deepum"]["faster_s"] == pytest.approx(rows["deepum"]["published_s"], rel=0.008)
-    assert paging.disorder(one, rows.values(), published.g10_row(one)["iteration_s"]) == []
+    assert paging.disorder(one, rows.values(), published.g10_row(one)["step_s"]) == []
     # With the measured costs of faults in full, it is far slower than published.
     assert rows["uvm"]["charged_s"] > 1.68 * rows["uvm"]["published_s"]
 

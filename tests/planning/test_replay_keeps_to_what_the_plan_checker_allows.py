@@ -53,8 +53,8 @@ def test_legal_plans(data: st.DataObject, trace: Trace, hardware: Hardware) -> N
     kept_rows_count_for_nothing(replay, rows)
     result = replay.run(rows, variants=plan.variants, stop_on_deadlock=True)
     timeline = simulate(trace, plan, hardware)
-    assert not result.deadlock and np.isfinite(result.iteration_s)
-    assert timeline.iteration_s == result.iteration_s
+    assert not result.deadlock and np.isfinite(result.step_s)
+    assert timeline.step_s == result.step_s
     assert timeline.peak_bytes == result.peak_bytes <= plan.device_budget_bytes
     for tier, occupied in copied_bytes(replay, rows).items():
         assert timeline.tier_peak_bytes(tier) <= occupied.max(initial=0)
@@ -76,16 +76,16 @@ def kept_rows_count_for_nothing(replay: Replay, rows: Intervals) -> None:
     doubled.action[1::2] = KEEP
     assert static_bytes(replay, doubled).tolist() == static_bytes(replay, rows).tolist()
     once, twice = replay.run(rows), replay.run(doubled)
-    assert once.iteration_s == twice.iteration_s
+    assert once.step_s == twice.step_s
     assert once.start_s.tolist() == twice.start_s.tolist()
 
 
 def streams_do_one_thing_at_a_time(trace: Trace, plan: Plan, hardware: Hardware, timeline: Timeline) -> None:
-    tiny = 1e-9 * (1 + timeline.iteration_s)
+    tiny = 1e-9 * (1 + timeline.step_s)
     for stream in ("compute", *LINKS):
         spans = [span for span in timeline.spans if span.stream == stream]
         assert all(before.end_s <= after.start_s + tiny for before, after in pairwise(spans))
-        assert all(-tiny <= span.start_s <= span.end_s <= timeline.iteration_s + tiny for span in spans)
+        assert all(-tiny <= span.start_s <= span.end_s <= timeline.step_s + tiny for span in spans)
         if stream != "compute":
             rate = hardware.rate_bytes_per_s(stream)
             for span in spans:
@@ -96,10 +96,10 @@ def streams_do_one_thing_at_a_time(trace: Trace, plan: Plan, hardware: Hardware,
         float(trace.kernel_time_s[kernel]) if variant < 0 else trace.kernel_variants[kernel][variant].time_s
         for kernel, variant in enumerate(chosen)
     )
-    assert timeline.iteration_s >= kernels_s - tiny
+    assert timeline.step_s >= kernels_s - tiny
     wraps = any(entry.end >= trace.kernels for entry in (*plan.evictions, *plan.recomputations))
     if wraps:
-        assert timeline.iteration_s == pytest.approx(timeline.busy_s("compute") + timeline.stall_s)
+        assert timeline.step_s == pytest.approx(timeline.busy_s("compute") + timeline.stall_s)
 
 
 @given(data=st.data(), trace=any_trace)
@@ -121,7 +121,7 @@ def test_moves_cost_nothing_on_links_without_end(data: st.DataObject, trace: Tra
     plan = replace(plan, recomputations=(), variants=())
     least = int(resident_bytes(trace, plan.evictions).max(initial=0))
     timeline = simulate(trace, replace(plan, device_budget_bytes=least), hardware)
-    assert timeline.iteration_s == pytest.approx(trace.ideal_s)
+    assert timeline.step_s == pytest.approx(trace.ideal_s)
     assert timeline.stalls == ()
 
 
@@ -160,7 +160,7 @@ def test_results_of_one_kernel_are_made_again_in_the_room_of_both() -> None:
         Intervals.of(plan.evictions, plan.recomputations)
     )
     assert not result.deadlock
-    assert np.isfinite(result.iteration_s)
+    assert np.isfinite(result.step_s)
 
 
 def test_a_plan_is_not_a_plan_of_another_trace() -> None:

@@ -56,20 +56,20 @@ def weight_step(update: bool = True) -> Trace:
 def test_the_second_of_two_iterations_is_reported() -> None:
     """100 bytes take 2 s: written after `update`, read back while the next iteration's `first` runs."""
     timeline = replay(weight_step(), Evict(0, 3, 4, 6, prefetch_at=5))
-    assert timeline.iteration_s == 16
+    assert timeline.step_s == 16
     assert timeline.stalls == ()
     assert on(timeline, "disk_write") == [(0, 12, 14)]
     assert on(timeline, "disk_read") == [(0, 0, 2)]
     assert timeline.memory["device"] == (MemorySample(0, 0), MemorySample(0, 100), MemorySample(14, 0))
     demanded = replay(weight_step(), Evict(0, 3, 4, 6, prefetch_at=6))
-    assert demanded.iteration_s == 18
+    assert demanded.step_s == 18
     assert demanded.stalls == (Stall(2, 4, "prefetch", 1),)
 
 
 def test_a_copy_under_way_at_the_end_of_the_iteration_is_cut_there() -> None:
     """At 20 bytes per second the write takes 5 s from the end of `update`, 4 s before the iteration's end."""
     timeline = replay(weight_step(), Evict(0, 3, 4, 6, prefetch_at=6), hardware=machine(20.0))
-    assert timeline.iteration_s == 21  # the write is over at 1 s, the read that `read` demands at 7 s
+    assert timeline.step_s == 21  # the write is over at 1 s, the read that `read` demands at 7 s
     writes = [span for span in timeline.spans if span.stream == "disk_write"]
     assert [(span.start_s, span.end_s, span.size_bytes) for span in writes] == [(0, 1, 20), (17, 21, 80)]
 
@@ -101,7 +101,7 @@ def test_a_period_may_begin_with_the_next_iteration() -> None:
     timeline = replay(trace, Evict(0, 2, 3, 5, prefetch_at=4))
     assert on(timeline, "disk_write") == [(0, 0, 2)]
     assert on(timeline, "disk_read") == [(0, 3, 5)]
-    assert timeline.iteration_s == 7
+    assert timeline.step_s == 7
 
 
 def test_a_cancelled_copy_that_nobody_needs_is_abandoned() -> None:
@@ -109,7 +109,7 @@ def test_a_cancelled_copy_that_nobody_needs_is_abandoned() -> None:
     timeline = replay(trace, Evict(0, 0, 1, 4, prefetch_at=2), budget=300)
     assert Span("disk_write", 1, 2, "tensor 0", 0, 50) in timeline.spans
     assert timeline.memory["disk"] == (MemorySample(0, 0), MemorySample(1, 100), MemorySample(2, 0))
-    assert timeline.iteration_s == 5
+    assert timeline.step_s == 5
 
 
 def test_recomputation_runs_the_kernel_again() -> None:
@@ -122,7 +122,7 @@ def test_recomputation_runs_the_kernel_again() -> None:
     step.kernel("use", 1.0, [first])
     trace = replace(step.trace(), tensor_recompute=np.array([0, -1]))
     timeline = replay(trace, recomputations=[Recompute(first, 1, 3)])
-    assert timeline.iteration_s == 9
+    assert timeline.step_s == 9
     assert Span("compute", 7, 8, "recompute make", 0, 100) in timeline.spans
     assert timeline.memory["device"][-3:] == (MemorySample(2, 0), MemorySample(7, 180), MemorySample(8, 100))
     assert timeline.stalls == ()
@@ -145,7 +145,7 @@ def test_what_is_recomputed_first_can_be_the_input_of_the_next() -> None:
     )
     names = [span.label for span in timeline.spans if span.stream == "compute"]
     assert names == ["load", "middle", "result", "wait", "recompute middle", "recompute result", "use"]
-    assert timeline.iteration_s == 12 + 2 + 5  # the read of `source` is waited for
+    assert timeline.step_s == 12 + 2 + 5  # the read of `source` is waited for
     assert timeline.peak_bytes == 300
 
 
@@ -177,7 +177,7 @@ def test_compression_takes_the_compute_stream_and_fewer_bytes() -> None:
         for pair in ((0, 0), (0, 800), (1, 837), (2, 37), (3, 0), (7, 37), (8, 837), (11, 800))
     )
     assert timeline.tier_peak_bytes("disk") == 37
-    assert timeline.iteration_s == 11
+    assert timeline.step_s == 11
 
 
 def test_a_compressed_copy_that_is_cancelled_is_expanded_all_the_same() -> None:
@@ -198,9 +198,9 @@ def test_variants_have_their_own_time_and_workspace() -> None:
         five_kernels(), kernel_variants=((Variant("fast", 0.5, 400),), (), (), (), (Variant("slow", 3.0, 0),))
     )
     timeline = replay(trace, variants=[0, -1, -1, -1, 0])
-    assert timeline.iteration_s == 6.5
+    assert timeline.step_s == 6.5
     assert timeline.peak_bytes == 500
-    assert replay(trace, variants=[-1] * 5).iteration_s == 5
+    assert replay(trace, variants=[-1] * 5).step_s == 5
     with pytest.raises(InvalidArgument, match="variant 2 of kernel 1"):
         replay(trace, variants=[-1, 2, -1, -1, -1])
     with pytest.raises(InvalidArgument, match="same trace"):
@@ -254,9 +254,9 @@ def test_a_link_without_a_rate_is_refused() -> None:
 def test_a_search_can_stop_at_a_deadlock() -> None:
     trace = five_kernels()
     rows = Intervals.of(())
-    assert Replay(trace, machine(50.0), 100).run(rows).iteration_s == float("inf")
+    assert Replay(trace, machine(50.0), 100).run(rows).step_s == float("inf")
     going_on = Replay(trace, machine(50.0), 100).run(rows, stop_on_deadlock=False)
-    assert (going_on.iteration_s, going_on.peak_bytes, going_on.deadlock) == (5, 300, True)
+    assert (going_on.step_s, going_on.peak_bytes, going_on.deadlock) == (5, 300, True)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_five_kernels_by_hand() -> None:
     assert on(timeline, "disk_write") == [(0, 1, 3)]
     assert on(timeline, "disk_read") == [(0, 4, 6)]
     assert timeline.stalls == (Stall(2, 3, "memory", 2), Stall(5, 6, "prefetch", 4))
-    assert timeline.iteration_s == 7
+    assert timeline.step_s == 7
     assert timeline.peak_bytes == 200
     assert timeline.memory["disk"] == (MemorySample(0, 0), MemorySample(1, 100), MemorySample(6, 0))
     assert Span("disk_read", 4, 6, "tensor 0", 0, 100) in timeline.spans
@@ -72,11 +72,11 @@ def test_kernels_lose_time_to_each_byte_that_is_copied() -> None:
     timeline = replay(five_kernels(), evict, budget=200, hardware=hardware)
     lost = [(start, end) for index, start, end in on(timeline, "compute") if index < 0]
     assert [end - start for start, end in lost] == [0.5, 0.5]
-    assert timeline.iteration_s == 6
-    assert replay(five_kernels(), evict, budget=200, hardware=machine(1000.0)).iteration_s == 5
+    assert timeline.step_s == 6
+    assert replay(five_kernels(), evict, budget=200, hardware=machine(1000.0)).step_s == 5
     # It is nobody's time where kernels would have waited: the disk takes 2 s each way.
     slow = replace(machine(50.0), byte_overhead_s=0.5 / 100)
-    assert replay(five_kernels(), evict, budget=200, hardware=slow).iteration_s == 7
+    assert replay(five_kernels(), evict, budget=200, hardware=slow).step_s == 7
 
 
 def test_another_result_that_leaves_meanwhile_has_room_where_a_tensor_is_recomputed() -> None:
@@ -114,7 +114,7 @@ def test_where_copies_cost_time_fewer_and_larger_ones_move() -> None:
     hardware = replace(machine(1e9), copy_overhead_s=1e-3)
     made = plan(trace, hardware, device_budget=16 << 20, time_limit_s=2.0)
     assert [evict.tensor for evict in made.evictions] == [large]
-    assert made.predicted_s == pytest.approx(trace.ideal_s + 2e-3)
+    assert made.predicted_step_s == pytest.approx(trace.ideal_s + 2e-3)
 
 
 def test_a_link_is_as_slow_as_its_copies_were() -> None:
@@ -126,22 +126,22 @@ def test_a_link_is_as_slow_as_its_copies_were() -> None:
     points = {"disk_write": ((50, 25.0), (100, 50.0)), "disk_read": ((100, 50.0),)}
     scaled = replace(machine(50.0), measured_rates=points).scaled({"disk_write": 0.5, "disk_read": 2.0})
     assert scaled.measured_rates == {"disk_write": ((50, 12.5), (100, 25.0)), "disk_read": ((100, 100.0),)}
-    assert plan(five_kernels(), scaled, "evict_all", device_budget=100).predicted_s > (
-        plan(five_kernels(), machine(50.0), "evict_all", device_budget=100).predicted_s
+    assert plan(five_kernels(), scaled, "evict_all", device_budget=100).predicted_step_s > (
+        plan(five_kernels(), machine(50.0), "evict_all", device_budget=100).predicted_step_s
     )
 
 
 def test_on_demand_costs_the_whole_read() -> None:
     timeline = replay(five_kernels(), Evict(0, 0, 1, 4, prefetch_at=4), budget=200)
     assert timeline.stalls[1] == Stall(5, 7, "prefetch", 4)
-    assert timeline.iteration_s == 8
+    assert timeline.step_s == 8
 
 
 def test_a_prefetch_before_its_copy_is_complete_is_cancelled() -> None:
     timeline = replay(five_kernels(), Evict(0, 0, 1, 4, prefetch_at=2), budget=300)
     assert on(timeline, "disk_write") == [(0, 1, 2)]  # nobody else needs the copy
     assert on(timeline, "disk_read") == []
-    assert timeline.iteration_s == 5
+    assert timeline.step_s == 5
     assert timeline.peak_bytes == 300
 
 
@@ -150,7 +150,7 @@ def test_a_prefetch_waits_for_memory() -> None:
     timeline = replay(five_kernels(), Evict(0, 0, 1, 4, 2), budget=200, hardware=machine(100.0))
     assert on(timeline, "disk_write") == [(0, 1, 2)]
     assert on(timeline, "disk_read") == [(0, 3, 4)]
-    assert timeline.iteration_s == 5
+    assert timeline.step_s == 5
     assert timeline.peak_bytes == 200
 
 
@@ -186,7 +186,7 @@ def test_a_demand_goes_ahead_of_queued_prefetches() -> None:
     timeline = replay(three_back(), *evictions)
     assert on(timeline, "disk_read") == [(1, 11, 13), (2, 13, 15), (0, 15, 17)]
     assert timeline.stalls == (Stall(12, 15, "prefetch", 3),)
-    assert timeline.iteration_s == 18
+    assert timeline.step_s == 18
 
 
 def test_a_link_carries_one_transfer_at_a_time_in_order() -> None:
@@ -232,7 +232,7 @@ def test_both_directions_of_a_disk_at_once_cost_rate() -> None:
 
 def test_a_plan_above_its_budget_runs_and_the_peak_shows_it() -> None:
     timeline = replay(five_kernels(), budget=1)
-    assert timeline.iteration_s == 5
+    assert timeline.step_s == 5
     assert timeline.peak_bytes == 300
     assert timeline.stalls == ()
     demanded = replay(five_kernels(), Evict(0, 0, 1, 4, 4), budget=1, hardware=machine(1e9))
@@ -244,7 +244,7 @@ def test_a_plan_above_its_budget_runs_and_the_peak_shows_it() -> None:
 def test_keeping_everything_is_ideal(trace: Trace, hardware: Hardware) -> None:
     made = plan(trace, hardware, "keep")
     timeline = simulate(trace, made, hardware)
-    assert timeline.iteration_s == pytest.approx(trace.ideal_s)
+    assert timeline.step_s == pytest.approx(trace.ideal_s)
     assert timeline.peak_bytes == trace.peak_bytes
     assert timeline.stalls == ()
 
@@ -257,13 +257,13 @@ def test_with_an_infinitely_fast_disk_nothing_is_lost(trace: Trace, fraction: fl
     budget = least + int(fraction * (trace.peak_bytes - least))
     made = plan(trace, hardware, policy, device_budget=budget)
     assert check(trace, made, hardware) == []
-    assert made.predicted_s == pytest.approx(trace.ideal_s)
+    assert made.predicted_step_s == pytest.approx(trace.ideal_s)
 
 
 def test_a_faster_disk_is_never_slower_for_one_plan_of_a_gpt() -> None:
     trace = gpt()
     budget = trace.peak_bytes // 2
     made = plan(trace, machine(1e9), device_budget=budget)
-    times = [simulate(trace, made, machine(rate)).iteration_s for rate in (2e8, 5e8, 1e9, 4e9, 1e11)]
+    times = [simulate(trace, made, machine(rate)).step_s for rate in (2e8, 5e8, 1e9, 4e9, 1e11)]
     assert times == sorted(times, reverse=True)
     assert times[-1] == pytest.approx(trace.ideal_s, rel=0.01)

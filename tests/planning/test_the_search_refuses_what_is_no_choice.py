@@ -96,7 +96,7 @@ def test_two_threads_find_what_one_finds() -> None:
 
     def improved(seed: int) -> tuple[float, list[int]]:
         best = FoundPlan(*search.improve(found, np.zeros_like(found), 150, 60.0, 0.0, 0.0, seed))
-        return best.iteration_s, best.action.tolist()
+        return best.step_s, best.action.tolist()
 
     alone = [improved(seed) for seed in range(6)]
     with ThreadPoolExecutor(3) as pool:

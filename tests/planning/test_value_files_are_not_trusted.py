@@ -34,7 +34,7 @@ def test_any_other_version_is_refused() -> None:
     for kind, value in (
         (Hardware, machine()),
         (Trace, five_kernels()),
-        (Timeline, Timeline(iteration_s=1.0)),
+        (Timeline, Timeline(step_s=1.0)),
     ):
         data = json.loads(files.encoded(value))
         for version in ("0", "1000", "-1", "", "1.0"):
@@ -123,7 +123,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 
 def spans() -> Timeline:
     return Timeline(
-        iteration_s=2.0,
+        step_s=2.0,
         spans=(Span("compute", 0.0, 1.0, "a", 0), Span("disk_write", 0.5, 1.5, "b", 1, 4096)),
         memory={"device": (MemorySample(0.0, 100), MemorySample(1.0, 50))},
         stalls=(Stall(1.0, 1.5, "memory", 1),),

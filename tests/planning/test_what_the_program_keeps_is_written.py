@@ -68,7 +68,7 @@ def test_only_what_has_no_room_is_written_and_the_longest_useless_first() -> Non
 def test_a_kernel_waits_until_its_memory_is_written() -> None:
     """At 50 bytes per second, the first gradient is written from 2 s to 4 s; kernel 3 could start at 3 s."""
     timeline = simulate(gradients(), nothing_planned(400), machine(50.0))
-    assert timeline.iteration_s == 6 and timeline.stalls == (Stall(3, 4, "memory", 3),)
+    assert timeline.step_s == 6 and timeline.stalls == (Stall(3, 4, "memory", 3),)
     assert timeline.peak_bytes == 400
     assert written(gradients(), nothing_planned(300), 50.0) == [(2, 2, 4), (3, 5, 7)]
 
@@ -115,7 +115,7 @@ def test_it_counts_as_written_to_the_disk() -> None:
     made = plan(trace, machine(100.0), device_budget=400)
     summary = summarise(trace, made, simulate(trace, made, machine(100.0)))
     assert summary.written_bytes["disk"] == 100
-    assert made.predicted_s == summary.predicted_s
+    assert made.predicted_step_s == summary.predicted_step_s
 
 
 def test_a_copy_that_is_there_is_not_written_again() -> None:
@@ -187,10 +187,10 @@ def test_the_search_counts_what_it_takes(
             start, np.zeros_like(start), 100, seconds=60.0, target_s=0.0, temperature=1e-3, seed=0
         )
     )
-    assume(np.isfinite(found.iteration_s))
+    assume(np.isfinite(found.step_s))
     evictions, recomputations = found.intervals(problem.trace)
     made = replace(nothing_planned(budget, *evictions), recomputations=recomputations)
-    assert simulate(program, made, hardware).iteration_s == pytest.approx(found.iteration_s)
+    assert simulate(program, made, hardware).step_s == pytest.approx(found.step_s)
 
 
 def test_a_plan_that_leaves_room_for_it_is_found() -> None:
@@ -212,4 +212,4 @@ def test_a_plan_that_leaves_room_for_it_is_found() -> None:
     trace = step.trace()
     trace = replace(trace, tensor_death=np.where(trace.tensor_persistent, trace.tensor_death, trace.kernels))
     made = plan(trace, machine(50.0), device_budget=600)
-    assert made.predicted_s == trace.ideal_s
+    assert made.predicted_step_s == trace.ideal_s

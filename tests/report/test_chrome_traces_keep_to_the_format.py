@@ -80,7 +80,7 @@ def assert_holds(events: Events, timeline: Timeline) -> None:
         counted = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["name"] == f"{tier} memory"]
         assert counted == [sample.size_bytes for sample in samples]
     (step,) = of(events, "step")
-    assert step["dur"] == pytest.approx(timeline.iteration_s * 1e6, abs=1e-3)
+    assert step["dur"] == pytest.approx(timeline.step_s * 1e6, abs=1e-3)
 
 
 def predicted(hardware: penstock.Hardware) -> tuple[penstock.Trace, penstock.Plan, Timeline]:
@@ -182,7 +182,7 @@ spans = st.builds(
 )
 timelines = st.builds(
     Timeline,
-    iteration_s=st.floats(0, 100),
+    step_s=st.floats(0, 100),
     spans=st.lists(spans, max_size=12).map(tuple),
     memory=st.dictionaries(
         st.sampled_from(("device", "host", "disk")),

@@ -62,7 +62,7 @@ def test_a_trace_a_plan_a_timeline_and_a_machine(hardware: penstock.Hardware) ->
     page = Page(replace(plan, reason=NASTY)._repr_html_())
     assert page.text == f"penstock plan, policy g10: {SHOWN_NASTY}"
     rows = {name: rest for name, *rest in page.rows}
-    assert rows["predicted step"] == [format_seconds(plan.predicted_s)]
+    assert rows["predicted step"] == [format_seconds(plan.predicted_step_s)]
     assert rows["evictions"] == [f"{len(plan.evictions)} to disk"] and plan.evictions
     assert rows["device budget"] == [format_bytes(plan.device_budget_bytes)]
 
@@ -70,7 +70,7 @@ def test_a_trace_a_plan_a_timeline_and_a_machine(hardware: penstock.Hardware) ->
     page = Page(timeline._repr_html_())
     assert page.text == "penstock timeline, simulated"
     rows = {name: rest for name, *rest in page.rows}
-    assert rows["step"] == [format_seconds(timeline.iteration_s), ""]
+    assert rows["step"] == [format_seconds(timeline.step_s), ""]
     moved = format_seconds(timeline.busy_s("disk_write")), format_bytes(timeline.moved_bytes("disk_write"))
     assert rows["disk write"] == [*moved]
     assert rows["peak, device"] == ["", format_bytes(timeline.peak_bytes)]

@@ -35,14 +35,14 @@ def test_the_kinds_are_never_more_than_what_is_in_use(
     assert (by_kind >= 0).all() and (np.diff(times_s) > 0).all()
     total = by_kind.sum(axis=1)
     weights = KINDS.index("weight")
-    inside = (times_s >= 0) & (times_s < timeline.iteration_s)
+    inside = (times_s >= 0) & (times_s < timeline.step_s)
     assert (by_kind[inside, weights] <= trace.persistent_bytes).all()
     if fraction == 1.0:
         assert (by_kind[inside, weights] == trace.persistent_bytes).all()
     assert total.max() == timeline.peak_bytes <= budget
 
     samples = timeline.memory["device"]
-    moments = (times_s[inside] + np.append(times_s[inside][1:], timeline.iteration_s)) / 2
+    moments = (times_s[inside] + np.append(times_s[inside][1:], timeline.step_s)) / 2
     counted = np.array([sample.size_bytes for sample in samples])
     counted = counted[np.searchsorted([sample.time_s for sample in samples], moments, side="right") - 1]
     # What is in use beyond the kinds has been given to copies that wait for their turn.
@@ -67,8 +67,8 @@ def test_a_summary_adds_up(slow: penstock.Hardware) -> None:
     summary = summarise(trace, plan, timeline)
     assert sum(summary.stall_s.values()) == pytest.approx(timeline.stall_s)
     assert summary.written_bytes == {"host": 0, "disk": timeline.moved_bytes("disk_write")}
-    assert summary.predicted_s == timeline.iteration_s >= summary.lower_bound_s > 0
-    assert summary.gap == pytest.approx(timeline.iteration_s / summary.lower_bound_s - 1)
+    assert summary.predicted_step_s == timeline.step_s >= summary.lower_bound_s > 0
+    assert summary.gap == pytest.approx(timeline.step_s / summary.lower_bound_s - 1)
     named = dict(summary.rows())
     assert "above the bound" in named["bound"] and "disk" in named["moved"] and "prefetch" in named["stalls"]
 

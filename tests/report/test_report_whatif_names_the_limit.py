@@ -62,7 +62,7 @@ def test_a_disk_is_enough_where_a_faster_one_would_not_help() -> None:
     fast, slow = answer(machine()), answer(machine(disk_write_bytes_per_s=SLOW))
     assert fast.uses_disk and fast.disk_is_enough
     assert slow.uses_disk and not slow.disk_is_enough
-    assert slow.summary is not None and slow.fast_disk_s < slow.summary.predicted_s
+    assert slow.summary is not None and slow.fast_disk_s < slow.summary.predicted_step_s
     everything = answer(machine(), fraction=1.0)
     assert not everything.uses_disk
 
@@ -142,7 +142,7 @@ def test_more_of_anything_never_takes_longer() -> None:
                 and one.case.disks <= other.case.disks
             )
             if more and one.summary and other.summary:
-                assert other.summary.predicted_s <= one.summary.predicted_s * (1 + 1e-9) + 1e-12
+                assert other.summary.predicted_step_s <= one.summary.predicted_step_s * (1 + 1e-9) + 1e-12
 
 
 @pytest.mark.slow
@@ -153,4 +153,4 @@ def test_more_workers_answer_the_same() -> None:
 
 
 def _times(cells: list[Cell]) -> list[tuple[float, float]]:
-    return [(found.case.disks, found.summary.predicted_s) for found in cells if found.summary]
+    return [(found.case.disks, found.summary.predicted_step_s) for found in cells if found.summary]

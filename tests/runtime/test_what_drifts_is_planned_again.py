@@ -120,8 +120,8 @@ def test_a_disk_that_becomes_three_times_slower_is_planned_for(
     # What is in force is as good as a plan that is made for such a disk from the start.
     assert trace is not None and plan is not None
     fresh = penstock.plan(trace, hardware, compress=True, device_budget=budget_bytes, time_limit_s=2.0)
-    assert plan.predicted_s <= 1.1 * fresh.predicted_s
-    assert report.predicted_step_s == pytest.approx(plan.predicted_s)
+    assert plan.predicted_step_s <= 1.1 * fresh.predicted_step_s
+    assert report.predicted_step_s == pytest.approx(plan.predicted_step_s)
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def followed(
     for _ in range(SKIPPED_STEPS + WINDOW):
         assert drift.calibrate(planned[0]) is None
         kernels_s = timeline.busy_s("compute") + late_s
-        drift.add_step(moves(*planned), timeline.iteration_s + late_s, kernels_s)
+        drift.add_step(moves(*planned), timeline.step_s + late_s, kernels_s)
     return drift
 
 
@@ -375,10 +375,10 @@ def test_what_steps_take_longer_is_put_down_to_copies_and_then_to_kernels(
 ) -> None:
     trace, plan = planned
     moved_bytes = sum(move.size_bytes for move in moves(*planned))
-    predicted_s = penstock.simulate(trace, plan, GIVEN).iteration_s
+    predicted_s = penstock.simulate(trace, plan, GIVEN).step_s
     hardware = replace(GIVEN, byte_overhead_s=predicted_s / 2 / moved_bytes)
     predicted = penstock.simulate(trace, plan, hardware)
-    predicted_s = predicted.iteration_s
+    predicted_s = predicted.step_s
     for share, slower, cost in (
         (0.5, False, True),
         (0.02, False, False),

@@ -39,7 +39,7 @@ from penstock.report.sweep import (
 )
 from penstock.units import format_bytes, format_bytes_up, format_rate, format_seconds
 
-OF_A_PLAN = ("policy", "reason", "lossy", "predicted_s", "predicted_peak_bytes", "lower_bound_s", "gap")
+OF_A_PLAN = ("policy", "reason", "lossy", "predicted_step_s", "predicted_peak_bytes", "lower_bound_s", "gap")
 TIMING = ("step", "of ideal", "above bound", "stalls", "evicted")  # titles of Summary.timing
 BUDGET_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # from the minimum, 0, to the peak, 1
 
@@ -167,7 +167,7 @@ def simulate(options: Namespace) -> Answer:
     streams = list(dict.fromkeys(span.stream for span in timeline.spans))
     values = {
         "violations": [],
-        "iteration_s": timeline.iteration_s,
+        "step_s": timeline.step_s,
         "stall_s": timeline.stall_s,
         "peak_bytes": timeline.peak_bytes,
         "evicted_bytes": timeline.evicted_bytes,
@@ -219,7 +219,7 @@ def _streams(timeline: Timeline, streams: Sequence[str]) -> Table:
             (
                 stream.replace("_", " "),
                 format_seconds(timeline.busy_s(stream)),
-                f"{timeline.busy_s(stream) / timeline.iteration_s:.0%}" if timeline.iteration_s else "",
+                f"{timeline.busy_s(stream) / timeline.step_s:.0%}" if timeline.step_s else "",
                 format_bytes(timeline.moved_bytes(stream)) if stream != "compute" else "",
             )
             for stream in streams
@@ -257,7 +257,7 @@ def cell_values(cell: Cell) -> dict[str, Any]:
         "reason": cell.reason,
     }
     if summary is not None:
-        of_summary = ("policy", "predicted_s", "ideal_s", "lower_bound_s", "gap")
+        of_summary = ("policy", "predicted_step_s", "ideal_s", "lower_bound_s", "gap")
         of_cell = ("sample_s", "limits", "if_doubled_s", "fast_disk_s", "uses_disk", "disk_is_enough")
         values |= {name: getattr(summary, name) for name in of_summary}
         values |= {name: getattr(cell, name) for name in of_cell}

@@ -26,7 +26,7 @@ import numpy as np
 from penstock._native import Descriptor
 from penstock.errors import InvalidFile
 
-VERSIONS = {"trace": 2, "plan": 2, "packing": 2}  # by type; the others are at 1
+VERSIONS = {"trace": 2, "plan": 3, "timeline": 2, "packing": 2}  # by type; the others are at 1
 MOST_TEXT_BYTES = 256 << 20  # of JSON text, unpacked; a trace of a hundred thousand kernels has about 20 MB
 Value = TypeVar("Value")
 

@@ -65,7 +65,7 @@ class Plan(files.Saveable):
     variants               [K] which of a kernel's variants runs, -1 for the kernel as traced; empty
                            where all run as traced
     minimum_bytes          smallest device budget at which the step can run at all
-    predicted_s            iteration time the simulator predicts
+    predicted_step_s       iteration time the simulator predicts
     predicted_peak_bytes   device bytes the simulator predicts at the worst moment
     lower_bound_s          no plan for this trace, budget and these choices is faster: proven
     trace                  the iteration the plan is for, so that a plan made anywhere can be run; None
@@ -78,7 +78,7 @@ class Plan(files.Saveable):
     recomputations: tuple[Recompute, ...] = ()
     variants: tuple[int, ...] = ()
     minimum_bytes: int = 0
-    predicted_s: float = 0.0
+    predicted_step_s: float = 0.0
     predicted_peak_bytes: int = 0
     lower_bound_s: float = 0.0
     reason: str = ""
@@ -90,7 +90,7 @@ class Plan(files.Saveable):
         return (
             f"<penstock.Plan by {self.policy}: {len(self.evictions)} evictions{again}, predicted peak "
             f"{format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.device_budget_bytes)}, "
-            f"{format_seconds(self.predicted_s)}>"
+            f"{format_seconds(self.predicted_step_s)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -101,7 +101,7 @@ class Plan(files.Saveable):
         if self.gap is not None:
             bound = f"{format_seconds(self.lower_bound_s)}: this plan is {self.gap:.1%} above the bound"
         rows = [
-            ("predicted step", format_seconds(self.predicted_s)),
+            ("predicted step", format_seconds(self.predicted_step_s)),
             ("bound", bound),
             ("predicted peak", format_bytes(self.predicted_peak_bytes)),
             ("device budget", format_bytes(self.device_budget_bytes)),
@@ -131,5 +131,5 @@ class Plan(files.Saveable):
 
     @property
     def gap(self) -> float | None:
-        """How far `predicted_s` is above `lower_bound_s`, as a fraction of it; None where there is none."""
-        return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
+        """How far `predicted_step_s` is above `lower_bound_s`, as a share of it; None where there is none."""
+        return self.predicted_step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None

@@ -56,7 +56,7 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(files.Saveable):
-    """One iteration over time, from 0 to `iteration_s`.
+    """One iteration over time, from 0 to `step_s`.
 
     spans    compute and every link
     memory   by tier: bytes in use over time
@@ -64,7 +64,7 @@ class Timeline(files.Saveable):
     source   "simulated" or "measured"
     """
 
-    iteration_s: float
+    step_s: float
     spans: tuple[Span, ...] = ()
     memory: Mapping[str, tuple[MemorySample, ...]] = field(default_factory=dict)
     stalls: tuple[Stall, ...] = ()
@@ -72,14 +72,14 @@ class Timeline(files.Saveable):
 
     def __repr__(self) -> str:
         return (
-            f"<penstock.Timeline, {self.source}: {format_seconds(self.iteration_s)}, stalls "
+            f"<penstock.Timeline, {self.source}: {format_seconds(self.step_s)}, stalls "
             f"{format_seconds(self.stall_s)}, peak {format_bytes(self.peak_bytes)}, "
             f"evicted {format_bytes(self.evicted_bytes)}>"
         )
 
     def _repr_html_(self) -> str:
         """In a notebook."""
-        rows = [("step", format_seconds(self.iteration_s), "")]
+        rows = [("step", format_seconds(self.step_s), "")]
         for cause in dict.fromkeys(stall.cause for stall in self.stalls):
             stalled_s = sum(stall.end_s - stall.start_s for stall in self.stalls if stall.cause == cause)
             rows.append((f"stalls for {cause}", format_seconds(stalled_s), ""))
@@ -154,7 +154,7 @@ def _events(timeline: Timeline, process: int, origin_ns: int) -> Iterator[Event]
     name = "predicted" if timeline.source == "simulated" else timeline.source
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"penstock, {name}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    step = Span("step", 0.0, timeline.iteration_s, f"step, {name}", -1)
+    step = Span("step", 0.0, timeline.step_s, f"step, {name}", -1)
     totals = {"stall_s": timeline.stall_s, "peak_bytes": timeline.peak_bytes}
     stalls = [
         Span("stalls", stall.start_s, stall.end_s, f"stall for {stall.cause}", stall.kernel)

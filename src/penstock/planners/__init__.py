@@ -107,11 +107,14 @@ def solve(problem: Problem, policy: str = "optimal") -> Plan:
         trace=trace,
     )
     timeline = simulate(trace, draft, hardware)
-    predicted_s, bound_s = timeline.iteration_s, draft.lower_bound_s
-    if predicted_s < bound_s <= predicted_s * (1 + LAST_DIGITS):
-        bound_s = predicted_s
+    predicted_step_s, bound_s = timeline.step_s, draft.lower_bound_s
+    if predicted_step_s < bound_s <= predicted_step_s * (1 + LAST_DIGITS):
+        bound_s = predicted_step_s
     return replace(
-        draft, predicted_s=predicted_s, lower_bound_s=bound_s, predicted_peak_bytes=timeline.peak_bytes
+        draft,
+        predicted_step_s=predicted_step_s,
+        lower_bound_s=bound_s,
+        predicted_peak_bytes=timeline.peak_bytes,
     )
 
 

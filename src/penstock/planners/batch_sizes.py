@@ -42,7 +42,7 @@ class BatchSize:
     @property
     def step_s(self) -> float:
         """Seconds a step, predicted. 0 without a plan."""
-        return 0.0 if self.plan is None else self.plan.predicted_s
+        return 0.0 if self.plan is None else self.plan.predicted_step_s
 
     @property
     def sample_s(self) -> float:

@@ -146,7 +146,7 @@ def choose_micro_batch(
             last_error = error
             table.append(replace(row, reason=str(error)))
             continue
-        predicted_s = batch / size * made.predicted_s
+        predicted_s = batch / size * made.predicted_step_s
         table.append(replace(row, predicted_s=predicted_s, peak_bytes=made.predicted_peak_bytes))
     planned = [row for row in table if not row.reason]
     if not planned:

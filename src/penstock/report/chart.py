@@ -75,7 +75,7 @@ def rows(trace: Trace, predicted: Timeline, measured: Timeline | None) -> list[C
         for source, timeline in timelines.items():
             spans = [span for span in timeline.spans if span.stream == link]
             bars = sorted((span.start_s, span.end_s, 0, "t", span.index) for span in spans)
-            busy = timeline.busy_s(link) / timeline.iteration_s if timeline.iteration_s else 0.0
+            busy = timeline.busy_s(link) / timeline.step_s if timeline.step_s else 0.0
             figures = f"{format_bytes(timeline.moved_bytes(link))}, {busy * 100:.0f} % busy"
             found.append(ChartRow(link, source, figures, FAINT, (colour,), bars))
     return found
@@ -153,7 +153,7 @@ def chart(trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | No
     return Chart(
         title=_title(trace, plan),
         unit=unit,
-        end_s=max([trace.ideal_s, *(timeline.iteration_s for timeline in timelines)]) or 1.0,
+        end_s=max([trace.ideal_s, *(timeline.step_s for timeline in timelines)]) or 1.0,
         top=(used * CUT if is_cut else max(used, trace.peak_bytes) * 1.06) / unit_bytes,
         cut=f"everything in memory: up to {format_bytes(trace.peak_bytes)} \u2191" if is_cut else "",
         budget=plan.device_budget_bytes / unit_bytes,

@@ -95,11 +95,11 @@ def _subtitle(trace: Trace, plan: Plan) -> str:
 def _cards(summary: Summary, measured: Timeline | None) -> str:
     ideal = format_seconds(summary.ideal_s)
     over = f"{summary.over_ideal:.2f} x the ideal {ideal}" if summary.over_ideal else ""
-    cards = [("predicted step", format_seconds(summary.predicted_s), over)]
+    cards = [("predicted step", format_seconds(summary.predicted_step_s), over)]
     if measured is not None:
-        off = measured.iteration_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
+        off = measured.step_s / summary.predicted_step_s - 1 if summary.predicted_step_s else 0.0
         against = f"{off * 100:+.1f} % against the prediction"
-        cards.append(("measured step", format_seconds(measured.iteration_s), against))
+        cards.append(("measured step", format_seconds(measured.step_s), against))
     if summary.gap is not None:
         bound = f"bound {format_seconds(summary.lower_bound_s)}, proven"
         if summary.bound_is_ideal:
@@ -127,7 +127,7 @@ def _shares(trace: Trace, summary: Summary) -> str:
     packing_s = summary.compute_s["compress"] + summary.compute_s["expand"]
     known_s = sum(summary.compute_s.values()) + sum(summary.stall_s.values())
     parts = [
-        ("kernels", PHASE_COLOURS["backward"], max(summary.predicted_s - known_s, 0.0)),
+        ("kernels", PHASE_COLOURS["backward"], max(summary.predicted_step_s - known_s, 0.0)),
         ("recomputing", EXTRA_COLOURS["recompute"], summary.compute_s["recompute"]),
         ("compressing and expanding", EXTRA_COLOURS["compress"], packing_s),
         *(
@@ -150,7 +150,7 @@ def _shares(trace: Trace, summary: Summary) -> str:
 
 def _policies(found: Sequence[PolicyResult], summary: Summary) -> str:
     done = [entry for entry in found if entry.summary is not None]
-    longest_s = max([entry.summary.predicted_s for entry in done if entry.summary], default=1.0) or 1.0
+    longest_s = max([entry.summary.predicted_step_s for entry in done if entry.summary], default=1.0) or 1.0
     bound_s = max([entry.summary.lower_bound_s for entry in done if entry.summary], default=0.0)
 
     def at(seconds: float) -> str:
@@ -167,7 +167,7 @@ def _policies(found: Sequence[PolicyResult], summary: Summary) -> str:
             continue
         bound = f'<s style="left:{at(bound_s)}"></s>' if bound_s > each.ideal_s * (1 + 1e-9) else ""
         track = (
-            f'<div class="track"><i style="width:{at(each.predicted_s)}"></i>'
+            f'<div class="track"><i style="width:{at(each.predicted_step_s)}"></i>'
             f'<s class="ideal" style="left:{at(each.ideal_s)}"></s>{bound}</div>'
         )
         cells = [*each.timing(), str(each.recomputations or "")]
@@ -186,7 +186,7 @@ def _measured(predicted: Timeline, measured: Timeline) -> str:
         return html_row([name, show(before), show(after), off])
 
     lines = [
-        row("step", predicted.iteration_s, measured.iteration_s, format_seconds),
+        row("step", predicted.step_s, measured.step_s, format_seconds),
         row("stalls", predicted.stall_s, measured.stall_s, format_seconds),
         row("kernels", predicted.busy_s("compute"), measured.busy_s("compute"), format_seconds),
         row("peak on the device", predicted.peak_bytes, measured.peak_bytes, format_bytes),

@@ -102,7 +102,7 @@ def device_samples(timeline: Timeline) -> tuple[FloatArray, IntArray]:
     samples = timeline.memory.get("device", ())
     times_s, sizes = [sample.time_s for sample in samples], [sample.size_bytes for sample in samples]
     if samples:
-        times_s = [0.0, *times_s, max(timeline.iteration_s, times_s[-1])]
+        times_s = [0.0, *times_s, max(timeline.step_s, times_s[-1])]
         sizes = [sizes[0], *sizes, sizes[-1]]
     return np.array(times_s, dtype=np.float64), np.array(sizes, dtype=np.int64)
 
@@ -138,7 +138,7 @@ class _Memory:
     def __init__(self, trace: Trace, timeline: Timeline) -> None:
         self.kernels = trace.kernels
         self.starts_s, self.ends_s = kernel_times(trace, timeline)
-        self.iteration_s = max(timeline.iteration_s, float(self.ends_s.max(initial=0.0)))
+        self.step_s = max(timeline.step_s, float(self.ends_s.max(initial=0.0)))
         self.changes: list[tuple[float, int, int]] = []
         kinds, sizes = trace.tensor_kind.tolist(), trace.tensor_bytes.tolist()
         lives = zip(trace.tensor_birth.tolist(), trace.tensor_death.tolist(), kinds, sizes, strict=True)
@@ -147,7 +147,7 @@ class _Memory:
                 # Between two kernels memory is taken by the later one only when it starts, and given back by
                 # the earlier one as soon as it ends.
                 begin_s = self.start_of(birth) if birth else 0.0
-                end_s = self.end_of(death - 1) if death < self.kernels else self.iteration_s
+                end_s = self.end_of(death - 1) if death < self.kernels else self.step_s
                 self.between(begin_s, end_s, kind, size)
         for kernel in np.flatnonzero(trace.kernel_workspace_bytes).tolist():
             size = int(trace.kernel_workspace_bytes[kernel])
@@ -155,22 +155,22 @@ class _Memory:
 
     def start_of(self, kernel: int) -> float:
         later, within = divmod(kernel, self.kernels)
-        return float(self.starts_s[within]) + later * self.iteration_s
+        return float(self.starts_s[within]) + later * self.step_s
 
     def end_of(self, kernel: int) -> float:
         if kernel < 0:
             return 0.0
         later, within = divmod(kernel, self.kernels)
-        return float(self.ends_s[within]) + later * self.iteration_s
+        return float(self.ends_s[within]) + later * self.step_s
 
     def at_or_after(self, since_s: float, moment_s: float) -> float:
         """A moment of the timeline, in this iteration or the next, so that it is not before another."""
-        return moment_s if moment_s >= since_s - 1e-9 else moment_s + self.iteration_s
+        return moment_s if moment_s >= since_s - 1e-9 else moment_s + self.step_s
 
     def between(self, begin_s: float, end_s: float, kind: int, size: int) -> None:
         """From one moment to another; what reaches beyond the iteration goes on at its beginning."""
-        for later_s in (0.0, self.iteration_s):
-            since_s, until_s = max(begin_s - later_s, 0.0), min(end_s - later_s, self.iteration_s)
+        for later_s in (0.0, self.step_s):
+            since_s, until_s = max(begin_s - later_s, 0.0), min(end_s - later_s, self.step_s)
             if until_s > since_s:
                 self.changes += [(since_s, kind, size), (until_s, kind, -size)]
 

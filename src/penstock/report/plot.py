@@ -127,7 +127,7 @@ def merged(intervals: Iterable[Interval], gap_s: float) -> list[Interval]:
 def _summary(plan: Plan, predicted: Timeline, measured: Timeline | None) -> str:
     timelines = {"predicted": predicted} | ({} if measured is None else {"measured": measured})
     peaks = ", ".join(f"{format_bytes(each.peak_bytes)} {source}" for source, each in timelines.items())
-    steps = ", ".join(f"{format_seconds(each.iteration_s)} {source}" for source, each in timelines.items())
+    steps = ", ".join(f"{format_seconds(each.step_s)} {source}" for source, each in timelines.items())
     return f"peak: {peaks}   |   one step: {steps}   |   policy {plan.policy}"
 
 

@@ -25,7 +25,7 @@ EXTRA_WORK = ("recompute", "compress", "expand")  # what the compute stream does
 class Summary:
     """One plan on one machine, in bytes and seconds of one iteration.
 
-    predicted_s       by the simulator
+    predicted_step_s  by the simulator
     ideal_s           with every tensor resident
     lower_bound_s     proven; 0 where nothing was
     peak_bytes        of the device, predicted
@@ -37,7 +37,7 @@ class Summary:
     """
 
     policy: str
-    predicted_s: float
+    predicted_step_s: float
     ideal_s: float
     lower_bound_s: float
     peak_bytes: int
@@ -57,24 +57,24 @@ class Summary:
     @property
     def over_ideal(self) -> float | None:
         """Predicted time over the ideal one; None where the ideal is zero."""
-        return self.predicted_s / self.ideal_s if self.ideal_s > 0 else None
+        return self.predicted_step_s / self.ideal_s if self.ideal_s > 0 else None
 
     @property
     def gap(self) -> float | None:
         """How far the predicted time is above the bound, as a fraction of it; None without a bound."""
-        return self.predicted_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
+        return self.predicted_step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
 
     @property
     def disk_wear(self) -> DiskWear:
         return DiskWear(
             written_bytes=self.written_bytes["disk"],
-            step_s=self.predicted_s,
+            step_s=self.predicted_step_s,
             endurance_bytes=self.endurance_bytes,
         )
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: what it is, and how much."""
-        step = format_seconds(self.predicted_s)
+        step = format_seconds(self.predicted_step_s)
         step += "" if self.over_ideal is None else f", {self.over_ideal:.2f} x the ideal"
         step += "" if self.measured else f"; estimated ({ESTIMATED}): bytes are exact, times are not"
         bound = "none proven"
@@ -111,7 +111,7 @@ class Summary:
     def timing(self) -> tuple[str, ...]:
         """For people: time, over the ideal, above the bound, stalls, bytes evicted."""
         return (
-            format_seconds(self.predicted_s),
+            format_seconds(self.predicted_step_s),
             f"{self.over_ideal:.2f} x" if self.over_ideal is not None else "",
             percent(self.gap) if self.gap is not None else "",
             format_seconds(stalls) if (stalls := sum(self.stall_s.values())) else "none",
@@ -145,7 +145,7 @@ def summarise(trace: Trace, plan: Plan, timeline: Timeline, endurance_bytes: int
             compute_s[work] += span.end_s - span.start_s
     return Summary(
         policy=plan.policy,
-        predicted_s=timeline.iteration_s,
+        predicted_step_s=timeline.step_s,
         ideal_s=trace.ideal_s,
         lower_bound_s=plan.lower_bound_s,
         peak_bytes=timeline.peak_bytes,

@@ -60,7 +60,7 @@ def compare_policies(
         replace(entry, summary=replace(entry.summary, lower_bound_s=bound_s)) if entry.summary else entry
         for entry in found
     ]
-    return sorted(found, key=lambda entry: entry.summary.predicted_s if entry.summary else math.inf)
+    return sorted(found, key=lambda entry: entry.summary.predicted_step_s if entry.summary else math.inf)
 
 
 def run_in_processes(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
@@ -143,13 +143,13 @@ class Cell:
     @property
     def disk_is_enough(self) -> bool:
         """Whether a faster disk would hardly speed this plan up."""
-        return self.summary is not None and self.summary.predicted_s <= NEAR * self.fast_disk_s
+        return self.summary is not None and self.summary.predicted_step_s <= NEAR * self.fast_disk_s
 
     @property
     def sample_s(self) -> float | None:
         """Seconds a sample; None where the batch is not known."""
         batch = self.case.batch
-        return None if self.summary is None or batch is None else self.summary.predicted_s / batch
+        return None if self.summary is None or batch is None else self.summary.predicted_step_s / batch
 
 
 def cases(
@@ -221,7 +221,10 @@ def _inherited(cells: Sequence[Cell]) -> list[Cell]:
                 continue
             bound_s = own.plan.lower_bound_s if own.plan else 0.0
             trial = replace(made, device_budget_bytes=case.budget_bytes, lower_bound_s=bound_s)
-            if own.summary is None or _time_s(case.trace, trial, case.hardware) < own.summary.predicted_s:
+            if (
+                own.summary is None
+                or _time_s(case.trace, trial, case.hardware) < own.summary.predicted_step_s
+            ):
                 found[index] = _cell_of(case, trial)
     return found
 
@@ -255,13 +258,13 @@ def _cell_of(case: Case, made: Plan) -> Cell:
         summary=summary,
         limits=limiting(summary, doubled),
         if_doubled_s=doubled,
-        fast_disk_s=min(_time_s(case.trace, made, fast), summary.predicted_s),
+        fast_disk_s=min(_time_s(case.trace, made, fast), summary.predicted_step_s),
     )
 
 
 def limiting(summary: Summary, doubled_s: Mapping[str, float]) -> str:
     """The bottleneck of a plan: see `Cell.limits`."""
-    time_s = summary.predicted_s
+    time_s = summary.predicted_step_s
     best = min(LIMITS[1:], key=lambda name: doubled_s.get(name, time_s))
     if time_s <= NEAR * summary.ideal_s or doubled_s.get(best, time_s) >= time_s:
         return "compute"
@@ -313,7 +316,7 @@ def to_host(trace: Trace, made: Plan, host_bytes: int) -> Plan:
 
 
 def _time_s(trace: Trace, made: Plan, hardware: Hardware) -> float:
-    return simulate(trace, made, hardware).iteration_s
+    return simulate(trace, made, hardware).step_s
 
 
 def disk_rates(hardware: Hardware) -> tuple[float, ...]:
@@ -347,7 +350,7 @@ def verdict(cells: Sequence[Cell]) -> str:
         best = min(using, key=_slowdown)
         assert best.summary is not None
         where = "the one case that uses it" if len(using) == 1 else f"any of the {len(using)} cases"
-        step, over = format_seconds(best.summary.predicted_s), best.summary.over_ideal
+        step, over = format_seconds(best.summary.predicted_step_s), best.summary.over_ideal
         step += "" if over is None else f", {over:.2f} x the ideal"
         return (
             f"No, the disk is not fast enough in {where}{aside}: at best, with {_disks(best.case)}, the "
@@ -371,4 +374,4 @@ def _disks(case: Case) -> str:
 def _slowdown(cell: Cell) -> float:
     """The step time, relative to that with an infinitely fast disk."""
     assert cell.summary is not None
-    return cell.summary.predicted_s / cell.fast_disk_s if cell.fast_disk_s else 1.0
+    return cell.summary.predicted_step_s / cell.fast_disk_s if cell.fast_disk_s else 1.0

@@ -57,7 +57,7 @@ class Drift:
             for span in timeline.spans
             if span.stream in LINKS
         )
-        self._predicted_s, self._predicted_kernels_s = timeline.iteration_s, timeline.busy_s("compute")
+        self._predicted_s, self._predicted_kernels_s = timeline.step_s, timeline.busy_s("compute")
         self._moved_bytes = sum(span.size_bytes for span in timeline.spans if span.stream in LINKS)
         self._predicted = dict.fromkeys(CODERS, 1.0)
         self._predicted |= {link: hardware.slowness(link, spans) for link, spans in predicted.items()}

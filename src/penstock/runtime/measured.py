@@ -146,7 +146,7 @@ def measured_timeline(
         for wait in waits
     )
     return Timeline(
-        iteration_s=step_s,
+        step_s=step_s,
         spans=(*kernels, *copies),
         memory={"device": tuple(memory)},
         stalls=stalls,

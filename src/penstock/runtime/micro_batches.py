@@ -343,7 +343,7 @@ def choose_order(
                 *(found, hardware, planning.policy, planning.recompute, planning.compress, ORDER_PLANNING_S),
                 device_budget=budget_bytes,
                 lossy=planning.lossy,
-            ).predicted_s
+            ).predicted_step_s
         except (BudgetTooSmall, SpillSpaceFull) as error:
             failed.append(error)
     if not predicted_s:

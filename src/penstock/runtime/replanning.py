@@ -73,7 +73,7 @@ class Replanning:
             self._begin(kind, lambda: self._planner.again(kind, kind.trace, hardware or kind.hardware))
         elif kind.in_force_s >= LASTS_S and not kind.searched:
             kind.searched = True
-            if plan.predicted_s > NEAR_BOUND * plan.lower_bound_s:
+            if plan.predicted_step_s > NEAR_BOUND * plan.lower_bound_s:
                 search = partial(self._planner.again, kind, kind.trace, kind.hardware, SEARCH_S)
                 self._begin(kind, search, SEARCHED)
 

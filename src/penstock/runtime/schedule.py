@@ -176,7 +176,7 @@ def schedule(trace: Trace, plan: Plan, host_bytes: int = 0) -> Schedule:
         trace.kernel_variants[kernel][variant].name if variant >= 0 else ""
         for kernel, variant in enumerate(plan.variants)
     )
-    longer = max(plan.predicted_s / trace.ideal_s, 1.0) if trace.ideal_s > 0 else 1.0
+    longer = max(plan.predicted_step_s / trace.ideal_s, 1.0) if trace.ideal_s > 0 else 1.0
     is_still = not made.away_at_start and not any(made.before) and not any(variants)
     return replace(
         made,

@@ -108,8 +108,8 @@ class StepKind:
             "reason": self.plan.reason,
             "lossy": self.plan.lossy_text,
             "predicted_peak_bytes": predicted.peak_bytes,
-            "predicted_step_s": predicted.iteration_s,
-            "planned_step_s": self.plan.predicted_s,
+            "predicted_step_s": predicted.step_s,
+            "planned_step_s": self.plan.predicted_step_s,
             "predicted_stall_s": predicted.stall_s,
             "predicted_evicted_bytes": predicted.evicted_bytes,
         }
@@ -189,12 +189,12 @@ class StepPlanner:
         before, keeps_plan = replace(kind.plan, trace=fits_all), False
         if not check(fits_all, before, hardware):
             predicted = simulate(fits_all, before, hardware)
-            if keeps_plan := predicted.iteration_s <= plan.predicted_s:
+            if keeps_plan := predicted.step_s <= plan.predicted_step_s:
                 plan = replace(
                     before,
-                    predicted_s=predicted.iteration_s,
+                    predicted_step_s=predicted.step_s,
                     predicted_peak_bytes=predicted.peak_bytes,
-                    lower_bound_s=min(plan.lower_bound_s, predicted.iteration_s),
+                    lower_bound_s=min(plan.lower_bound_s, predicted.step_s),
                 )
         made = self._checked(trace, plan, hardware)
         made.least_steps, made.joint = min(2 * kind.least_steps, MOST_STEPS), kind.joint

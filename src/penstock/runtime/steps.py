@@ -95,8 +95,8 @@ class StepKinds:
             "%s: a new plan takes %s a step, where the last one was to take %s. Planned before for %s; now "
             "for %s",
             new.why,
-            format_seconds(new.after.plan.predicted_s if new.after.plan is not None else 0.0),
-            format_seconds(new.before.plan.predicted_s if new.before.plan is not None else 0.0),
+            format_seconds(new.after.plan.predicted_step_s if new.after.plan is not None else 0.0),
+            format_seconds(new.before.plan.predicted_step_s if new.before.plan is not None else 0.0),
             new.before.hardware.in_numbers,
             new.after.hardware.in_numbers,
         )

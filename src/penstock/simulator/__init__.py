@@ -86,7 +86,7 @@ def simulate(trace: Trace, plan: Plan, hardware: Hardware) -> Timeline:
     )
     spans = [_span(trace, *row) for row in _rows(result.records["spans"])]
     return Timeline(
-        iteration_s=result.iteration_s,
+        step_s=result.step_s,
         spans=tuple(sorted(spans, key=lambda span: span.start_s)),
         memory=_memory(result.records["samples"]),
         stalls=tuple(
@@ -180,7 +180,7 @@ class Intervals(NamedTuple):
 class Result:
     """What one replay found.
 
-    iteration_s       inf where it stopped at a deadlock
+    step_s            inf where it stopped at a deadlock
     start_s           [K] when each kernel of the reported iteration starts, which begins at 0
     peak_bytes        the most device bytes in use at any moment of it
     tier_peak_bytes   the same by tier, of "host" and "disk"
@@ -188,7 +188,7 @@ class Result:
     records           spans, stalls and samples as columns, where asked for
     """
 
-    iteration_s: float
+    step_s: float
     start_s: FloatArray
     peak_bytes: int
     tier_peak_bytes: dict[str, int]
@@ -224,7 +224,7 @@ class Replay:
         device, host, disk = found["peak_bytes"]
         stopped = found["deadlock"] and stop_on_deadlock
         return Result(
-            iteration_s=float("inf") if stopped else found["iteration_s"],
+            step_s=float("inf") if stopped else found["iteration_s"],
             start_s=found["start_s"],
             peak_bytes=device,
             tier_peak_bytes={"host": host, "disk": disk},

@@ -85,15 +85,15 @@ def optimal(problem: Problem) -> Decision:
         left_s = max(deadline_s - time.perf_counter(), 0.0) / (len(tried) - index)
         program = _with_kernels_of(trace, problem.program or trace)
         chosen = replace(problem, trace=trace, program=program, time_limit_s=left_s)
-        iteration_s, decision = _plan(chosen)
-        found.append((chosen, iteration_s, replace(decision, variants=variants)))
+        step_s, decision = _plan(chosen)
+        found.append((chosen, step_s, replace(decision, variants=variants)))
     best = _prefer_host(*min(found, key=lambda one: one[1]))
     if problem.trace.kernel_variants:  # what was proven for one choice of them is nothing for the others
         best = replace(best, lower_bound_s=bound_s)
     return best
 
 
-def _prefer_host(problem: Problem, iteration_s: float, decision: Decision) -> Decision:
+def _prefer_host(problem: Problem, step_s: float, decision: Decision) -> Decision:
     """What goes to the disk goes to the host instead where that has room and the step takes no longer.
 
     The largest first. Equal times are not equal: a disk wears out, and is the less predictable of the two.
@@ -113,7 +113,7 @@ def _prefer_host(problem: Problem, iteration_s: float, decision: Decision) -> De
         for index, other in moved:
             changed[index] = other
         after = replace(decision, evictions=tuple(changed))
-        if _as_run(problem, after) <= iteration_s:
+        if _as_run(problem, after) <= step_s:
             return after
         moved = moved[: len(moved) // 2]
     return decision
@@ -137,7 +137,7 @@ def _as_run(problem: Problem, decision: Decision) -> float:
         evictions=decision.evictions,
         recomputations=decision.recomputations,
     )
-    return simulate(problem.program or problem.trace, plan, problem.hardware).iteration_s
+    return simulate(problem.program or problem.trace, plan, problem.hardware).step_s
 
 
 def _plan(problem: Problem) -> tuple[float, Decision]:
@@ -164,7 +164,7 @@ def _plan(problem: Problem) -> tuple[float, Decision]:
     best = _search(problem, options, relaxed.fractions, starts, bound_s, max(left_s() - _RESERVE_S, 0.0))
     if best.evaluations:
         reason = f"the best of {best.evaluations} changes tried"
-    elif best.iteration_s <= bound_s * (1 + 1e-9):
+    elif best.step_s <= bound_s * (1 + 1e-9):
         reason = "the first plan already reaches the bound"
     else:
         reason = "the first plan, unchanged"
@@ -191,9 +191,9 @@ def _few_copies(problem: Problem) -> tuple[FoundPlan | None, bool]:
             start = _starts(restricted, choices(restricted), FractionalPlan(trace.fastest_s), 0.0)[0]
         except SpillSpaceFull:
             continue
-        if start.iteration_s <= trace.fastest_s * GOOD_ENOUGH:
+        if start.step_s <= trace.fastest_s * GOOD_ENOUGH:
             return start, True
-        if best is None or start.iteration_s < best.iteration_s:
+        if best is None or start.step_s < best.step_s:
             best = start
         if time.perf_counter() - begun_s > _FEW_COPIES * problem.time_limit_s:
             break
@@ -234,8 +234,8 @@ def _starts(
                     repaired, late, evaluations=0, seconds=math.inf, target_s=0.0, temperature=0.0, seed=0
                 )
                 tried.append(FoundPlan(*placed))
-        best = min(tried, key=lambda start: start.iteration_s, default=None)
-        if best is not None and math.isfinite(best.iteration_s):
+        best = min(tried, key=lambda start: start.step_s, default=None)
+        if best is not None and math.isfinite(best.step_s):
             found.append(best)
 
     found: list[FoundPlan] = []
@@ -247,7 +247,7 @@ def _starts(
         if found and time.perf_counter() - begun_s >= seconds:
             break
     left_s = seconds - (time.perf_counter() - begun_s)
-    fastest_s = min((start.iteration_s for start in found), default=math.inf)
+    fastest_s = min((start.step_s for start in found), default=math.inf)
     if relaxed.model is not None and relaxed.status == "optimal" and fastest_s > relaxed.bound_s * NEAR:
         fitted(round_fractions(trace, options, dive(relaxed.model, left_s)))
     if not found:
@@ -256,7 +256,7 @@ def _starts(
         kernel, budget = trace.kernel_name[tightest_kernel(trace)], format_bytes(problem.budget_bytes)
         why = f"no plan was found that keeps within {budget}, where kernel `{kernel}` needs the most"
         raise spill_full(problem.hardware, why)
-    return sorted(found, key=lambda start: start.iteration_s)
+    return sorted(found, key=lambda start: start.step_s)
 
 
 def _search(
@@ -279,9 +279,9 @@ def _search(
     with ThreadPoolExecutor(len(TEMPERATURES)) as pool:
         for turn in count():
             left_s = seconds - (time.perf_counter() - begun_s)
-            if left_s <= 0 or best.iteration_s <= target_s:
+            if left_s <= 0 or best.step_s <= target_s:
                 break
-            far = min((best.iteration_s / max(bound_s, 1e-12) - 1) / FAR, 1.0)
+            far = min((best.step_s / max(bound_s, 1e-12) - 1) / FAR, 1.0)
             searches = [
                 pool.submit(
                     search.improve,
@@ -296,15 +296,15 @@ def _search(
                 for index, (search, start) in enumerate(zip(means, froms, strict=True))
             ]
             results = [FoundPlan(*each.result()) for each in searches]
-            before_s = best.iteration_s
-            best = min([best, *results], key=lambda candidate: candidate.iteration_s)
+            before_s = best.step_s
+            best = min([best, *results], key=lambda candidate: candidate.step_s)
             tried += sum(result.evaluations for result in results)
             short = any(result.timed_out for result in results)
             timed_out = timed_out or short
-            without_gain = without_gain + 1 if best.iteration_s > before_s * (1 - LITTLE_GAIN) else 0
+            without_gain = without_gain + 1 if best.step_s > before_s * (1 - LITTLE_GAIN) else 0
             # Where nothing is gained, one of them goes on from another start, by itself.
             alone = starts[1 % len(starts)] if without_gain == 1 else results[-1]
             froms = [best, best if without_gain == 0 else alone]
-            if without_gain >= LAST_ROUNDS[best.iteration_s > bound_s * NEAR] and not short:
+            if without_gain >= LAST_ROUNDS[best.step_s > bound_s * NEAR] and not short:
                 break
     return best._replace(evaluations=tried, timed_out=timed_out)

@@ -114,14 +114,14 @@ class FoundPlan(NamedTuple):
 
     action       [P] what happens in each period
     late         [P] bool: the copy starts only before the period, though it could earlier
-    iteration_s  what the replay says
+    step_s       what the replay says
     columns      tensor, after, begin, end, prefetch_at, action of each eviction interval
     timed_out    the search stopped for want of time
     """
 
     action: ActionArray
     late: ActionArray
-    iteration_s: float
+    step_s: float
     columns: tuple[IntArray, ...]
     evaluations: int
     timed_out: bool
@@ -144,7 +144,7 @@ class FoundPlan(NamedTuple):
     def decision(self, trace: Trace, lower_bound_s: float, reason: str) -> tuple[float, Decision]:
         """Its time, and what a policy answers with it."""
         evictions, recomputations = self.intervals(trace)
-        return self.iteration_s, Decision(
+        return self.step_s, Decision(
             evictions=evictions, recomputations=recomputations, lower_bound_s=lower_bound_s, reason=reason
         )
 
