@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock import cli
 from penstock.cli.arguments import parser
 from penstock.options import FineTuneOptions, LoraOptions, grouped, options_of, run_options
 from penstock.planners import POLICIES
@@ -59,6 +60,17 @@ def test_fine_tuning_has_every_option_on_the_command_line() -> None:
         assert name == "lora" or typed[name].default == option.default
     for name, option in options_of(LoraOptions).items():
         assert typed[f"lora_{name}"].default == option.default
+
+
+def test_fine_tuning_is_typed_as_for_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    tune = ["finetune", "model", "text", "--device_budget=1GiB", "--output_dir", "a_b", "--max_steps"]
+    with pytest.raises(SystemExit):
+        cli.main([*tune, "0_1"])
+    assert "argument --max-steps: '0_1' is not" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*tune, "1", "--some_thing"])
+    assert "unrecognized arguments: --some-thing\n" in capsys.readouterr().err
+    assert of_command("finetune")["output"].option_strings == ["-o", "--output-dir"]
 
 
 def test_what_is_typed_is_what_a_program_gives() -> None:

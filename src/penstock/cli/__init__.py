@@ -16,11 +16,20 @@ from penstock.cli.output import DONE, ERROR, INFEASIBLE, INTERRUPTED
 from penstock.errors import BudgetTooSmall, PenstockError, SpillSpaceFull
 
 
+def _dashed(argument: str) -> str:
+    """An option may have ``_`` for ``-``, as transformers' scripts have it."""
+    name, equals, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else argument
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, with the arguments of the process when none are given. Returns the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the locale cannot show, as on standard error
-    options = parser().parse_args(arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["finetune"]:
+        typed = list(map(_dashed, typed))
+    options = parser().parse_args(typed)
     if options.command is None:
         options.print_help()
         return DONE

@@ -269,7 +269,7 @@ def _finetune(names: Commands) -> None:
     written = tune.add_argument_group(OUTPUT)
     _add(written, "--save-steps", "between checkpoints", "Steps", 100)
     _add(written, "--resume", "fail where FOLDER holds nothing to go on with", "bool")
-    _output_option(written, "penstock-finetune", "FOLDER")
+    _output_option(written, "penstock-finetune", "FOLDER", name="--output-dir", dest="output")
 
 
 def _report(names: Commands) -> None:
@@ -459,7 +459,7 @@ def _argument(parser: Parser, name: str, kind: str, **given: Any) -> None:
         given["type"] = partial(parse, kind)
         if name.startswith("--") and "choices" not in given:
             given.setdefault("metavar", metavar(kind))
-    parser.add_argument(*(["-o"] if name == "--output" else []), name, **given)
+    parser.add_argument(*(["-o"] if name.startswith("--output") else []), name, **given)
 
 
 def _spill_dir(parser: Parser, purpose: str, *, remote: bool = False) -> None:
@@ -492,5 +492,7 @@ def _chrome_trace(parser: Parser, more: str = "") -> None:
     _add(parser, "--chrome-trace", text, "Path")
 
 
-def _output_option(parser: Parser, default: str, metavar: str = "FILE") -> None:
-    _add(parser, "--output", "what is written", "Path", Path(default), metavar=metavar)
+def _output_option(
+    parser: Parser, default: str, metavar: str = "FILE", name: str = "--output", **more: Any
+) -> None:
+    _add(parser, name, "what is written", "Path", Path(default), metavar=metavar, **more)
