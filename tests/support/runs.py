@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -168,12 +169,28 @@ def offloaded(
         return found, run.report()
 
 
+class _SeenEnough(Exception):
+    """Ends a program."""
+
+
 def budgets(program: Program, spill_dir: Path | str, *shares: float, **options: Any) -> list[int]:
-    """Budgets from the smallest one that the recorded steps can run in (0) to the in-memory peak (1), which
-    are found once."""
+    """Budgets from the smallest one that the first three steps can run in (0) to their in-memory peak (1),
+    which are found once."""
     known = _range.setdefault(program, {})
     if (how := repr(sorted(options.items()))) not in known:
-        _, report = offloaded(program, "1GiB", spill_dir, **options)
+        begun = itertools.count()
+
+        def first_steps(step: Step) -> Bits:
+            def begin(*kind: str | None) -> contextlib.AbstractContextManager[None]:
+                if next(begun) == 3:
+                    raise _SeenEnough
+                return step(*kind)
+
+            with contextlib.suppress(_SeenEnough):
+                program(begin)
+            return []
+
+        _, report = offloaded(first_steps, "1GiB", spill_dir, **options)
         known[how] = report.minimum_bytes, report.peak_bytes
     least, most = known[how]
     return [int(least + share * (most - least)) for share in shares]
