@@ -79,8 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS:
             item.add_marker(folder)
-    # The longest begin first, so that no process is alone with one at the end.
-    items.sort(key=lambda item: item.path.parent.name not in ("distributed", "model", "stress"))
+    # The longest begin first, so that no process is alone with one at the end; then those that fork the most,
+    # while their process is small.
+    first = {"distributed": 0, "model": 0, "stress": 0, "samples": 1}
+    items.sort(key=lambda item: first.get(item.path.parent.name, 2))
     if os.environ.get("CI"):
         take_fewer_examples(items)
 
