@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import queue
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .machines import Machine
@@ -311,11 +313,9 @@ def _common(
     first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
     """Of two sequences that ascend, without overlaps."""
-    position = 0
     for begin_s, end_s in first:
-        while position < len(second) and second[position][1] <= begin_s:
-            position += 1
-        for other_begin_s, other_end_s in second[position:]:
+        for index in range(bisect_right(second, begin_s, key=itemgetter(1)), len(second)):
+            other_begin_s, other_end_s = second[index]
             if other_begin_s >= end_s:
                 break
             yield max(begin_s, other_begin_s), min(end_s, other_end_s)
