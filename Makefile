@@ -15,7 +15,7 @@ CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 GPU_TESTS = $(PYTHON) -m pytest -p no:cacheprovider -o addopts= --import-mode=importlib -q
 
-.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-faults test-nvme test-stress soak test-kills test-device test-asan test-tsan test-hardened test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-objects-peers bench-remote bench-ranks bench-papers sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
+.PHONY: setup device demo demo-ddp demo-samples test test-model test-slow test-compiled test-benchmarks test-faults test-nvme test-stress soak test-kills test-device test-asan test-tsan test-hardened test-torch test-versions lint bench bench-limit bench-large bench-shapes bench-policies bench-slow-disk bench-io bench-planners bench-samples bench-objects bench-objects-peers bench-remote bench-ranks bench-papers bench-papers-virtual sanitize sanitize-asan sanitize-tsan build-asan build-tsan wheels try-wheel wheel-tests gpu gpu-build gpu-1 gpu-2 gpu-3 gpu-4 gpu-packages gpu-rehearsal
 
 setup: $(INSTALLED)
 
@@ -224,6 +224,10 @@ bench-ranks: setup
 # else, 6 GB of free disk and 8 GB of memory; the slow disk needs root.
 bench-papers: setup
 	$(BIN)/python benchmarks/papers.py -o out/papers.json
+
+# The papers' policies on the papers' machines in virtual time, as many minutes again, on one core: needs a C++ compiler.
+bench-papers-virtual: setup
+	$(BIN)/python benchmarks/papers_virtual.py -o out/papers_virtual.json
 
 # The site of the documentation, in out/site: it opens from there, or by docs-serve, which follows changes. Needs
 # neither torch nor a compiler, since the reference is read out of the sources, and Python 3.11. Half a minute, most

@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,8 @@ from emu.disk import DISK
 from emu.driver import EmuDriver
 
 slices.LEAST_BYTES.pop("emu")  # as on other accelerators
+# Nothing is written to spill files, which need no room then.
+os.posix_fallocate = lambda file, offset, size_bytes: os.ftruncate(file, offset + size_bytes)
 SHARES = (0.5, 0.25)  # of the peak of a plain step
 UNMEASURED_STEPS = 9  # recorded, and the first that are planned, which begin with other tensors on the device
 STAGING_BYTES = 2 * CHUNK_BYTES * CHUNKS
@@ -83,20 +86,28 @@ class Model(NamedTuple):
     few: int
 
 
-def _trained(model: torch.nn.Module, loss: Callable[[], torch.Tensor], autocast: bool = True) -> Train:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def trained(
+    model: torch.nn.Module,
+    loss: Callable[[], torch.Tensor],
+    autocast: bool = True,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    parts: int = 1,
+) -> Train:
+    """parts   of the batch, one after the other; the loss is that of one"""
+    optimizer = optimizer_of(model.parameters(), lr=1e-3)
 
     def train() -> None:
-        with torch.autocast("emu", torch.bfloat16, enabled=autocast):
-            value = loss()
-        value.backward()
+        for _ in range(parts):
+            with torch.autocast("emu", torch.bfloat16, enabled=autocast):
+                value = loss()
+            value.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return train
 
 
-def _words(vocabulary: int, sequences: int, length: int) -> torch.Tensor:
+def words_of(vocabulary: int, sequences: int, length: int) -> torch.Tensor:
     return torch.zeros(sequences, length, dtype=torch.int64, device="emu").clamp_(max=vocabulary - 1)
 
 
@@ -108,8 +119,8 @@ def _gpt(blocks: int) -> Train:
                 n_layer=blocks, n_embd=1024, n_head=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
             )
         )
-        words = _words(50257, 4, 1024)
-    return _trained(model, lambda: model(words, labels=words, use_cache=False).loss)
+        words = words_of(50257, 4, 1024)
+    return trained(model, lambda: model(words, labels=words, use_cache=False).loss)
 
 
 def _llama(blocks: int) -> Train:
@@ -121,8 +132,8 @@ def _llama(blocks: int) -> Train:
                 num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True,
             )
         ).to(torch.bfloat16)  # fmt: skip
-        words = _words(128256, 2, 1024)
-    return _trained(model, lambda: model(words, labels=words, use_cache=False).loss, autocast=False)
+        words = words_of(128256, 2, 1024)
+    return trained(model, lambda: model(words, labels=words, use_cache=False).loss, autocast=False)
 
 
 def _vit(blocks: int) -> Train:
@@ -134,8 +145,8 @@ def _vit(blocks: int) -> Train:
                 num_labels=1000,
             )
         )  # fmt: skip
-        images, labels = torch.zeros(48, 3, 224, 224), _words(1000, 48, 1).flatten()
-    return _trained(model, lambda: F.cross_entropy(model(images).logits, labels))
+        images, labels = torch.zeros(48, 3, 224, 224), words_of(1000, 48, 1).flatten()
+    return trained(model, lambda: F.cross_entropy(model(images).logits, labels))
 
 
 def _resnet(blocks: int) -> Train:
@@ -144,8 +155,8 @@ def _resnet(blocks: int) -> Train:
         model = transformers.ResNetForImageClassification(
             transformers.ResNetConfig(depths=[3, 8, blocks, 3], num_labels=1000)
         )
-        images, labels = torch.zeros(64, 3, 224, 224), _words(1000, 64, 1).flatten()
-    return _trained(model, lambda: F.cross_entropy(model(images).logits, labels), autocast=False)
+        images, labels = torch.zeros(64, 3, 224, 224), words_of(1000, 64, 1).flatten()
+    return trained(model, lambda: F.cross_entropy(model(images).logits, labels), autocast=False)
 
 
 MODELS = {
@@ -329,8 +340,9 @@ def planned(
     """As a run plans on an accelerator."""
     movable, budget_bytes = plannable(trace, given.device_bytes, small_bytes)
     plan = penstock.plan(
-        movable, given, planning.policy, recompute=planning.recompute, device_budget=budget_bytes
-    )
+        movable, given, planning.policy, recompute=planning.recompute, compress=planning.compress,
+        device_budget=budget_bytes, keep_weights=planning.keep_weights,
+    )  # fmt: skip
     return replace(plan, trace=trace)
 
 
@@ -350,6 +362,20 @@ def inside(
         least_bytes = error.minimum_bytes
         given = replace(given, device_bytes=least_bytes + 2 * spare_bytes(trace, least_bytes, small_bytes))
         plan = planned(trace, given, planning, small_bytes)
+    return carried_out(model, machine, trace, given, planning, plan, steps, spill_dir)
+
+
+def carried_out(
+    model: Model,
+    machine: emu.Machine,
+    trace: Trace,
+    given: penstock.Hardware,
+    planning: penstock.PlanOptions,
+    plan: penstock.Plan,
+    steps: int,
+    spill_dir: str,
+) -> dict[str, Any]:
+    """What the plan predicts, and what it comes to."""
     # A run has a disk, and so keeps, or writes, what no kernel reads again and the plan counts as gone.
     predicted = simulate(trace, plan, replace(given, disk_bytes=DISK_BYTES))
     with opened(spill_dir, given, planning, plan) as run:
@@ -378,7 +404,8 @@ def inside(
         "budget_bytes": given.device_bytes,
         "least_s": least_away_bytes(trace, plan) / given.rate_bytes_per_s(slowest),
         "link_s": max(
-            size_bytes / given.rate_bytes_per_s(link) for link, size_bytes in planned_bytes.items()
+            (size_bytes / given.rate_bytes_per_s(link) for link, size_bytes in planned_bytes.items()),
+            default=0.0,
         ),
         "bound_s": plan.lower_bound_s,
         "predicted_s": predicted.step_s,

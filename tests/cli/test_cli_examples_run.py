@@ -127,3 +127,19 @@ def test_claims_of_papers_are_measured_and_simulated_apart(tmp_path: Path) -> No
     measured, simulated = said.split("## Simulated")
     assert "figure 11: speed" in simulated and "figure 11: speed" not in measured
     assert "layers of a ViT-H" in measured and "THEY MEAN NOTHING" in said
+
+
+@pytest.mark.benchmark
+@pytest.mark.slow
+def test_policies_of_papers_are_carried_out_in_virtual_time(tmp_path: Path) -> None:
+    output = tmp_path / "papers_virtual.json"
+    script = ROOT / "benchmarks" / "papers_virtual.py"
+    cells = {"vgg-16-parts": "modnn", "bert-256": "g10", "bert-2048": "evict_all"}
+    said = run(script, "--quick", "--steps", "2", "--cells", *cells, "--spill-dir", tmp_path, "-o", output)
+    rows = {row["cell"]: row for row in json.loads(output.read_text())["rows"]}
+    assert list(rows) == list(cells) and "no GPU was used" in said
+    for row in rows.values():
+        assert row["budget_bytes"] < row["peak_bytes"]
+        for policy in (cells[row["cell"]], "optimal"):
+            found = row["policies"][policy]
+            assert found["carried_s"] > 0 and found["moved_bytes"]["to_host"] > 0

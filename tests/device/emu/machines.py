@@ -37,6 +37,7 @@ class Machine:
 # which 128/130 are data. Headers of packets are not taken off.
 _PCIE5 = 16 * 32e9 * 128 / 130 / 8
 _PCIE4 = _PCIE5 / 2
+_PCIE3 = _PCIE4 / 2
 
 # An NVMe drive of four lanes of PCIe 4, in sequence, each way.
 _NVME = 7e9
@@ -73,6 +74,63 @@ MACHINES = {
             fp32=82.6e12,
             tf32=82.6e12,
             bf16=165.2e12,
+        ),
+        # FlashNeuron's (its table 1): NVIDIA V100 GPU Datasheet, V100 PCIe, which has no tf32; two Samsung
+        # PM1725b, each with the rates of the paper.
+        Machine(
+            name="v100-pm1725b",
+            memory_bytes_per_s=900e9,
+            to_device_bytes_per_s=_PCIE3,
+            to_host_bytes_per_s=_PCIE3,
+            disk_read_bytes_per_s=2 * 6.3e9,
+            disk_write_bytes_per_s=2 * 3.3e9,
+            fp64=7e12,
+            fp32=14e12,
+            tf32=14e12,
+            bf16=112e12,
+        ),
+        # moDNN's (section 7): Tesla K40 GPU Accelerator Board Specification, at its base clock,
+        # float32 alone. No drive is named, and none is used: this is what four lanes carry.
+        Machine(
+            name="k40",
+            memory_bytes_per_s=288e9,
+            to_device_bytes_per_s=_PCIE3,
+            to_host_bytes_per_s=_PCIE3,
+            disk_read_bytes_per_s=_PCIE3 / 4,
+            disk_write_bytes_per_s=_PCIE3 / 4,
+            fp64=1.43e12,
+            fp32=4.29e12,
+            tf32=4.29e12,
+            bf16=4.29e12,
+        ),
+        # G10's (its table 2): NVIDIA A100 Tensor Core GPU Datasheet, 40 GB, without sparsity; a Z-NAND drive
+        # with the rates and the read latency of the paper.
+        Machine(
+            name="a100-znand",
+            memory_bytes_per_s=1555e9,
+            to_device_bytes_per_s=_PCIE3,
+            to_host_bytes_per_s=_PCIE3,
+            disk_read_bytes_per_s=3.2e9,
+            disk_write_bytes_per_s=3.0e9,
+            fp64=9.7e12,
+            fp32=19.5e12,
+            tf32=156e12,
+            bf16=312e12,
+            disk_latency_s=20e-6,
+        ),
+        # Fastensor's (its table 7): the same data sheet, 80 GB PCIe, behind a processor of PCIe 3; Samsung
+        # 980, 1 TB, by its data sheet.
+        Machine(
+            name="a100-980",
+            memory_bytes_per_s=1935e9,
+            to_device_bytes_per_s=_PCIE3,
+            to_host_bytes_per_s=_PCIE3,
+            disk_read_bytes_per_s=3.5e9,
+            disk_write_bytes_per_s=3.0e9,
+            fp64=9.7e12,
+            fp32=19.5e12,
+            tf32=156e12,
+            bf16=312e12,
         ),
     )
 }
