@@ -225,7 +225,7 @@ bench-ranks: setup
 bench-papers: setup
 	$(BIN)/python benchmarks/papers.py -o out/papers.json
 
-# The papers' policies on the papers' machines in virtual time, as many minutes again, on one core: needs a C++ compiler.
+# The papers' policies on the papers' machines in virtual time: more than an hour, 1 GB of memory, a C++ compiler.
 bench-papers-virtual: setup
 	$(BIN)/python benchmarks/papers_virtual.py -o out/papers_virtual.json
 
