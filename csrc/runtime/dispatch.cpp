@@ -381,7 +381,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
       }
       if (away || asks || short_of_room)
         clock.attr("_make_ready")(to_list(used.storages), away, to_list(written.storages), need_bytes, pieces);
-      if (facts.resizes && !written.storages.empty()) clock.attr("_may_resize")(to_list(written.storages));
+      if (facts.resizes && !written.storages.empty()) clock.attr("_wait_until_unused")(to_list(written.storages), true);
       if (!memory_.in_arena && !facts.is_repeatable && need_bytes != 0)
         clock.attr("_make_room_for_kernel")(need_bytes, pieces);
       if (facts.is_collective) {
@@ -665,9 +665,15 @@ void KernelClock::forget_resized(nb::handle clock, const Used& written, nb::hand
     if (managed->reference.is_none()) continue;
     const nb::object storage = managed->reference();
     if (storage.is_none()) continue;
-    while (managed->next != nullptr) managed = managed->next;
-    if (nb::cast<std::int64_t>(storage.attr("nbytes")()) != managed->offset_bytes + managed->size_bytes + managed->elsewhere_bytes)
-      storages_.untrack(storage.ptr());
+    std::vector<ManagedStorage*> parts;
+    for (auto* part = storages_.find(storage.ptr()); part != nullptr; part = part->next) parts.push_back(part);
+    if (parts.empty()) continue;
+    const auto& last = *parts.back();
+    const auto size_bytes = last.offset_bytes + last.size_bytes + last.elsewhere_bytes;
+    if (nb::cast<std::int64_t>(storage.attr("nbytes")()) == size_bytes) continue;
+    // What set_ was given may be leaving: its slot is freed once nothing is written there.
+    clock.attr("_wait_until_unused")(to_list(parts), false);
+    storages_.untrack(storage.ptr());
   }
 }
 

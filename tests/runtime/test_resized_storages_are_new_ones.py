@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import penstock
 from penstock.storage.spill import SpillSpace
+from penstock.storage.transfer import Transfer
 from tests.support.checked import checked_run
 from tests.support.gathered import Gathered
 from tests.support.runs import HARDWARE, PAGED
@@ -128,6 +131,38 @@ def test_a_tensor_that_grew_counts(way: str, tmp_path: Path) -> None:
     ):
         use(run)
     assert refused.value.minimum_bytes >= needed_bytes
+
+
+def test_what_is_leaving_when_set_resizes_it_has_its_slot_until_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = SpillSpace.write, []
+
+    def late(self: SpillSpace, *args: Any, **options: Any) -> Transfer:
+        *given, on_done = args
+
+        def over(transfer: Transfer) -> None:
+            written.append(transfer)
+            on_done(transfer)
+
+        return write(
+            self, *given, lambda transfer: threading.Timer(0.3, over, (transfer,)).start(), **options
+        )
+
+    monkeypatch.setattr(SpillSpace, "write", late)
+    with penstock.offload(
+        device_budget="64MiB", spill_dir=tmp_path, hardware=HARDWARE, planning=PAGED
+    ) as run:
+        tensor = torch.arange(1 << 20)
+        storage = tensor.untyped_storage()
+        managed = run._clock.storages.find(storage)
+        assert managed is not None
+        with run._engine.lock:
+            run._engine.evict(managed, "disk", release=True)
+        larger = torch.empty(0, dtype=torch.int64).set_(storage, 0, (1 << 21,), (1,))  # type: ignore[call-overload]
+        assert len(written) == 1
+        larger.fill_(7)
+        assert tensor.unique().tolist() == [7]
 
 
 def test_resize_is_torchs_own_again_when_the_run_is_closed(tmp_path: Path) -> None:

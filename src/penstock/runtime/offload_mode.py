@@ -295,11 +295,11 @@ class OffloadMode(OperatorMode):
         """Whether FakeTensorMode is on. It comes below all modes of a program."""
         return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
-    def _may_resize(self, written: list[ManagedStorage]) -> None:
-        """A kernel is about to write them, and may free the memory that they have."""
+    def _wait_until_unused(self, resized: list[ManagedStorage], needed: bool) -> None:
+        """A kernel frees the memory that they have, or has. ``needed``: it may read their bytes before."""
         with self._interrupts:
-            for managed in written:
-                self._engine.wait_until_unused(managed, needed=True)
+            for managed in resized:
+                self._engine.wait_until_unused(managed, needed)
 
     def _invalidate_copies(self, written: list[ManagedStorage]) -> None:
         """A kernel has, of which that was not known before."""
