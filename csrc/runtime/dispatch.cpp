@@ -449,7 +449,7 @@ nb::object KernelClock::run(nb::handle clock, Operator& facts, nb::handle args, 
   std::int64_t taken_bytes = 0, workspace_bytes = 0;
   try {
     storages_.remove_dead();
-    if (facts.resizes) forget_resized(clock, written.storages, result);
+    if (facts.resizes) untrack_resized(clock, written.storages, result);
     collect(clock, result, made, Track::kMade, stream);
     Pins reused(*this);
     for (auto* managed : made.storages)
@@ -657,7 +657,7 @@ bool KernelClock::uses_parts(nb::handle args) const {
 }
 
 // A storage that the kernel has given other memory is met as one that it made.
-void KernelClock::forget_resized(nb::handle clock, const Used& written, nb::handle result) {
+void KernelClock::untrack_resized(nb::handle clock, const Used& written, nb::handle result) {
   Pins known(*this);
   for (auto* managed : written) known.add(managed);
   collect(clock, result, known, Track::kKnown);  // set_ gives a tensor a storage, and resizes that

@@ -91,7 +91,7 @@ class KernelClock {
   void add_parts(nb::handle clock, PyObject* tensor, ManagedStorage* first, Pins& found);
   void divide_viewed(nb::handle clock, nb::handle args);
   bool uses_parts(nb::handle args) const;
-  void forget_resized(nb::handle clock, const Used& written, nb::handle result);
+  void untrack_resized(nb::handle clock, const Used& written, nb::handle result);
   void number(const Used& touched, bool made);
   void act(nb::handle clock, const Operator& facts);
   bool touch(const Used& used);

@@ -505,7 +505,7 @@ class CopyEngine:
                 self.raise_error()
 
     def _start_demanded(self, managed: ManagedStorage, wanted: Sequence[ManagedStorage]) -> None:
-        """Or have it asked for again, when there is more room."""
+        """Make room for it, and begin to bring it; or have it asked for again, when there is more room."""
         reserved_bytes = 0
         # In a wait for room, what was compressed on the device may leave: then more has to come back.
         while managed.state == AWAY and (needed_bytes := self._missing_bytes(wanted)) > reserved_bytes:

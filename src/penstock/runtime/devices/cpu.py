@@ -301,7 +301,7 @@ class CpuDevice(Device):
         managed = copy.managed
         slot: CpuSlot = managed.slot
         content: object = copy.storage
-        address, copy.size_bytes = managed.address, managed.size_bytes
+        address = managed.address
         if managed.writing_packed:
             copy.storage, copy.then = None, self._packed_is_written
             content = packed = self._packed[managed.key]
